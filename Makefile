@@ -1,0 +1,35 @@
+# make demo   trains RaMBO against two losses of pytorch-metric-learning on real images, writes runs/demo/
+# make test   lint, types and tests
+# make slow   the tests marked slow
+# make clean  removes the environment and the caches
+#
+# Each target makes .venv first, from pyproject.toml and constraints.txt, and reuses it while neither has changed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test slow format clean
+
+demo: .venv/installed
+	$(BIN)/python -m rambo_plugins.demo $(ARGS)
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'rambo_plugins needs Python 3.10 or newer; run make PYTHON=/path/to/python3')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build *.egg-info
