@@ -1,0 +1,342 @@
+"""The paper's two losses on ``rank_loss``, recall (§3.2) and average precision (§3.3), as functions and as modules.
+
+A function takes everything as arguments; its module holds the options and is called with the scores, the relevance and,
+where there are any, a mask and weights. The conventions (λ, margin, ties, masks) are at the top of ``ranking.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rambo_plugins.core import checks
+from rambo_plugins.core.ranking import ItemLoss, RankStatistics, rank_loss
+
+Weighting = str | Callable[[Tensor], Tensor] | Sequence[float] | Tensor
+
+_WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": torch.log1p,
+    "loglog": lambda r: torch.log1p(torch.log1p(r)),
+}
+
+
+def recall_item_loss(weighting: Weighting = "log") -> ItemLoss:
+    r"""W(r_i), the recall loss of one relevant item (Eqs. 16-20), from ``weighting``.
+
+    .. math:: W(r) = w_1 + \dots + w_r, \qquad r_i = rank_i - rank^+_i
+
+    Args:
+        weighting: "log": W(r) = log(1 + r); "loglog": W(r) = log(1 + log(1 + r)); a callable W, elementwise and
+            differentiable; or the table (w_1, ..., w_M) of the weights of Recall@1, ..., Recall@M, zero beyond M, whose
+            slope at r is w_{r+1}, the cost of one more irrelevant item above.
+
+    Raises:
+        TypeError, ValueError: an unknown name, an empty or not finite table, or anything else.
+    """
+    if isinstance(weighting, str):
+        checks.check_choice("weighting", weighting, _WEIGHTINGS)
+        cost = _WEIGHTINGS[weighting]
+    elif callable(weighting):
+        cost = weighting
+    else:
+        cost = _table_cost(weighting)
+    return lambda rank, rank_plus, num_relevant: cost(rank - rank_plus)
+
+
+def _table_cost(table: Sequence[float] | Tensor) -> Callable[[Tensor], Tensor]:
+    try:
+        weights = torch.as_tensor(table, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"weighting must be a name, a callable or a table of numbers, got {table!r}") from error
+    if weights.dim() != 1 or len(weights) == 0 or not torch.isfinite(weights).all():
+        raise ValueError(f"a table of weights must have shape (M,), M >= 1, and be finite, got {table!r}")
+    # W at 0, 1, ..., M, and its slope to the right, which is 0 from M on.
+    cumulative = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
+    slopes = torch.cat([weights, weights.new_zeros(1)])
+
+    def cost(r: Tensor) -> Tensor:
+        index = r.detach().long().clamp(max=len(weights))
+        value, slope = (values.to(r)[index] for values in (cumulative, slopes))
+        return value + slope * (r - r.detach())
+
+    return cost
+
+
+def average_precision_item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: Tensor) -> Tensor:
+    """1 - rank⁺ / rank, what one relevant item takes from the average precision (Eqs. 21, 22)."""
+    return 1 - rank_plus / rank
+
+
+def recall_loss(
+    scores: Tensor,
+    relevance: Tensor,
+    *,
+    lambda_val: float,
+    margin: float = 0.0,
+    weighting: Weighting = "log",
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+    normalize: bool = True,
+    lambda_per: str = "batch",
+    rank_plus_grad: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Recall at all K at once (Eqs. 16-20): the mean over the relevant items, then over the rows, of W(r_i).
+
+    .. math:: L = \frac1Q \sum_q \frac1P \sum_{i\ relevant} W(r_i), \qquad r_i = rank_i - rank^+_i
+
+    Args:
+        weighting: W, see ``recall_item_loss``: "log", "loglog", a callable, or a table of weights w_K.
+
+    All other arguments, returns and errors are those of ``rank_loss``.
+
+    >>> scores = torch.tensor([[0.9, 0.8, 0.1]], requires_grad=True)
+    >>> relevance = torch.tensor([[False, True, False]])
+    >>> loss = recall_loss(scores, relevance, lambda_val=0.2)
+    >>> loss  # one irrelevant item above: log(1 + 1)
+    tensor(0.6931, grad_fn=<DivBackward0>)
+    >>> loss.backward()
+    >>> scores.grad  # λ·N·dL/drank = 0.2·3·0.5 carries the relevant item past the first
+    tensor([[ 1.6667, -1.6667,  0.0000]])
+    """
+    loss, _ = rank_loss(
+        scores,
+        relevance,
+        recall_item_loss(weighting),
+        lambda_val=lambda_val,
+        margin=margin,
+        mask=mask,
+        weights=weights,
+        reduction=reduction,
+        normalize=normalize,
+        lambda_per=lambda_per,
+        rank_plus_grad=rank_plus_grad,
+        generator=generator,
+    )
+    return loss
+
+
+def average_precision_loss(
+    scores: Tensor,
+    relevance: Tensor,
+    *,
+    lambda_val: float,
+    margin: float = 0.0,
+    over_all: bool = False,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+    normalize: bool = True,
+    lambda_per: str = "batch",
+    rank_plus_grad: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""One minus the (mean) average precision (Eqs. 21, 22), or the average precision over all rows at once (Eq. 23).
+
+    .. math:: L = 1 - \frac1Q \sum_q \frac1P \sum_{i\ relevant} \frac{rank^+_i}{rank_i}
+
+    Args:
+        over_all: rank the items of all rows as one sequence (Eq. 23, "AP over all classes"); ``weights`` has no meaning
+            there, and "none" returns a scalar.
+
+    All other arguments, returns and errors are those of ``rank_loss``. The rows of the mean are those with a relevant
+    item: for a detector, the classes present.
+
+    >>> scores = torch.tensor([[0.9, 0.8, 0.1], [0.5, 0.2, 0.7]])
+    >>> relevance = torch.tensor([[False, True, True], [False, False, True]])
+    >>> average_precision_loss(scores, relevance, lambda_val=0.5)  # AP (1/2 + 2/3) / 2 and 1
+    tensor(0.2083)
+    >>> average_precision_loss(scores, relevance, lambda_val=0.5, over_all=True)  # ranks 2, 3 and 6
+    tensor(0.4444)
+    """
+    if over_all:
+        scores, relevance, mask = _one_row(scores, relevance, mask, weights)
+    loss, _ = rank_loss(
+        scores,
+        relevance,
+        average_precision_item_loss,
+        lambda_val=lambda_val,
+        margin=margin,
+        mask=mask,
+        weights=weights,
+        reduction=reduction,
+        normalize=normalize,
+        lambda_per=lambda_per,
+        rank_plus_grad=rank_plus_grad,
+        generator=generator,
+    )
+    return loss
+
+
+def _one_row(
+    scores: Tensor, relevance: Tensor, mask: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if weights is not None:
+        raise ValueError("weights are per row, and over_all ranks all rows as one: pass weights=None")
+    checks.check_boolean("relevance", relevance, scores)
+    if mask is not None:
+        checks.check_boolean("mask", mask, scores)
+    return scores.flatten(), relevance.flatten(), None if mask is None else mask.flatten()
+
+
+class RankLoss(nn.Module):
+    """The options that all rank losses share (see ``rank_loss``) and their forward pass; a subclass is a new loss.
+
+    Args:
+        item_loss: the loss of one relevant item, see ``rank_loss``.
+
+    ``statistics`` holds the ``RankStatistics`` of the last forward pass. The state of a ``generator`` is part of the
+    module's ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        item_loss: ItemLoss,
+        *,
+        lambda_val: float,
+        margin: float = 0.0,
+        reduction: str = "mean",
+        normalize: bool = True,
+        lambda_per: str = "batch",
+        rank_plus_grad: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_positive("lambda_val", lambda_val)
+        checks.check_not_negative("margin", margin)
+        checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
+        checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
+        self.item_loss = item_loss
+        self.lambda_val = lambda_val
+        self.margin = margin
+        self.reduction = reduction
+        self.normalize = normalize
+        self.lambda_per = lambda_per
+        self.rank_plus_grad = rank_plus_grad
+        self.generator = generator
+        self.statistics: RankStatistics | None = None
+
+    def forward(
+        self, scores: Tensor, relevance: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Scores, relevance and mask (..., N), weights (...): the loss, as ``rank_loss`` reduces it."""
+        loss, self.statistics = rank_loss(
+            scores,
+            relevance,
+            self.item_loss,
+            lambda_val=self.lambda_val,
+            margin=self.margin,
+            mask=mask,
+            weights=weights,
+            reduction=self.reduction,
+            normalize=self.normalize,
+            lambda_per=self.lambda_per,
+            rank_plus_grad=self.rank_plus_grad,
+            generator=self.generator,
+        )
+        return loss
+
+    def extra_repr(self) -> str:
+        names = ("lambda_val", "margin", "reduction", "normalize", "lambda_per", "rank_plus_grad")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.generator is not None:
+            destination[prefix + "generator"] = self.generator.get_state()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state = state_dict.pop(prefix + "generator", None) if self.generator is not None else None
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if self.generator is not None and state is not None:
+            self.generator.set_state(state.cpu())
+        elif self.generator is not None:
+            missing_keys.append(prefix + "generator")
+
+
+class RecallLoss(RankLoss):
+    """Module of ``recall_loss``: the loss of Recall@K at all K.
+
+    >>> loss_fn = RecallLoss(lambda_val=0.2, margin=0.02)
+    >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))
+    tensor(0.6931)
+    """
+
+    def __init__(
+        self,
+        *,
+        lambda_val: float,
+        margin: float = 0.0,
+        weighting: Weighting = "log",
+        reduction: str = "mean",
+        normalize: bool = True,
+        lambda_per: str = "batch",
+        rank_plus_grad: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            recall_item_loss(weighting),
+            lambda_val=lambda_val,
+            margin=margin,
+            reduction=reduction,
+            normalize=normalize,
+            lambda_per=lambda_per,
+            rank_plus_grad=rank_plus_grad,
+            generator=generator,
+        )
+
+
+class AveragePrecisionLoss(RankLoss):
+    """Module of ``average_precision_loss``: one minus the mean average precision of the rows, or that over all rows.
+
+    >>> loss_fn = AveragePrecisionLoss(lambda_val=0.5, margin=0.15)
+    >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))
+    tensor(0.5000)
+    """
+
+    def __init__(
+        self,
+        *,
+        lambda_val: float,
+        margin: float = 0.0,
+        over_all: bool = False,
+        reduction: str = "mean",
+        normalize: bool = True,
+        lambda_per: str = "batch",
+        rank_plus_grad: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            average_precision_item_loss,
+            lambda_val=lambda_val,
+            margin=margin,
+            reduction=reduction,
+            normalize=normalize,
+            lambda_per=lambda_per,
+            rank_plus_grad=rank_plus_grad,
+            generator=generator,
+        )
+        self.over_all = over_all
+
+    def forward(
+        self, scores: Tensor, relevance: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Scores, relevance and mask (..., N), weights (...) unless ``over_all``: the loss."""
+        if self.over_all:
+            scores, relevance, mask = _one_row(scores, relevance, mask, weights)
+        return super().forward(scores, relevance, mask, weights)

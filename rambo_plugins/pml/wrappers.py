@@ -1,0 +1,46 @@
+"""Two wrappers of pytorch-metric-learning that take only the losses on their lists, with ours on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning.losses import CrossBatchMemory, SelfSupervisedLoss
+from torch import Tensor
+
+_LOSSES = ["RamboAPLoss", "RamboRecallLoss"]
+
+
+class RamboCrossBatchMemory(CrossBatchMemory):
+    """``CrossBatchMemory`` that accepts the RaMBO losses, and whose checkpoint knows how full the queue is.
+
+    The queue of the host holds the current batch too, as constants: a query's gradient moves the query alone. The
+    losses' own ``memory`` keeps the gradient of the current batch's references.
+    """
+
+    def __init__(self, loss: torch.nn.Module, embedding_size: int, memory_size: int = 1024, **kwargs: Any) -> None:
+        super().__init__(loss, embedding_size, memory_size, **kwargs)
+        own = getattr(loss, "memory", None)
+        if own is not None and own.batches:
+            raise ValueError(
+                f"RamboCrossBatchMemory holds the memory: give the loss memory=0, got memory={own.batches}"
+            )
+
+    @staticmethod
+    def supported_losses() -> list[str]:
+        return [*CrossBatchMemory.supported_losses(), *_LOSSES]
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.queue_idx, self.has_been_filled], dtype=torch.int64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        queue_idx, has_been_filled = state.tolist()
+        self.queue_idx, self.has_been_filled = queue_idx, bool(has_been_filled)
+
+
+class RamboSelfSupervisedLoss(SelfSupervisedLoss):
+    """``SelfSupervisedLoss`` that accepts the RaMBO losses."""
+
+    @staticmethod
+    def supported_losses() -> list[str]:
+        return [*SelfSupervisedLoss.supported_losses(), *_LOSSES]

@@ -1,0 +1,420 @@
+"""The core against slow oracles, and what it promises: invariance of λ, ties, masks, half precision, empty rows."""
+
+import itertools
+import random
+
+import numpy as np
+import oracles
+import pytest
+import torch
+
+from rambo_plugins.core import (
+    AveragePrecisionLoss,
+    RankLoss,
+    RecallLoss,
+    average_precision_item_loss,
+    average_precision_loss,
+    check_nan,
+    rank,
+    rank_loss,
+    recall_item_loss,
+    recall_loss,
+)
+
+TABLE = [1.0, 0.5, 0.25, 0.0, 0.125]
+LOSSES = {
+    "log": (recall_item_loss("log"), oracles.recall_item("log")),
+    "loglog": (recall_item_loss("loglog"), oracles.recall_item("loglog")),
+    "table": (recall_item_loss(TABLE), oracles.recall_item(TABLE)),
+    "callable": (recall_item_loss(torch.log1p), oracles.recall_item("log")),
+    "ap": (average_precision_item_loss, oracles.ap_item),
+}
+
+
+def random_problem(seed):
+    """Rows of one length with ties, masks, rows that are empty, all relevant or without a relevant item."""
+    draw = random.Random(seed)
+    num_rows, num_items = draw.randint(1, 4), draw.randint(1, 9)
+    levels = draw.choice([1, 3, 10, 10**6])  # few levels: many ties; scores are binary fractions, sums are exact
+    scores = [[draw.randint(-levels, levels) / 1024 for _ in range(num_items)] for _ in range(num_rows)]
+    share = [draw.choice([0.0, 0.2, 0.5, 1.0]) for _ in range(num_rows)]
+    relevance = [[draw.random() < share[q] for _ in range(num_items)] for q in range(num_rows)]
+    mask = draw.choice([None, [[draw.random() < 0.7 for _ in range(num_items)] for _ in range(num_rows)]])
+    weights = draw.choice([None, [draw.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(num_rows)]])
+    options = {
+        "lambda_val": draw.choice([0.05, 0.5, 3.0, 20.0]),
+        "margin": draw.choice([0.0, 1 / 512, 0.25]),
+        "normalize": draw.random() < 0.7,
+        "lambda_per": draw.choice(["batch", "row"]),
+        "rank_plus_grad": draw.random() < 0.3,
+    }
+    return scores, relevance, mask, weights, options
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_equal_loops_from_the_equations(name):
+    item_loss, oracle_item = LOSSES[name]
+    moved = 0
+    for seed in range(800):
+        scores, relevance, mask, weights, options = random_problem(seed)
+        losses, shares, grads = oracles.rank_loss(scores, relevance, oracle_item, mask=mask, weights=weights, **options)
+        y = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+        tensors = {
+            "mask": None if mask is None else torch.tensor(mask),
+            "weights": None if weights is None else torch.tensor(weights, dtype=torch.float64),
+        }
+        loss, statistics = rank_loss(y, torch.tensor(relevance), item_loss, **tensors, **options)
+        loss.backward()
+        expected = sum(share * value for share, value in zip(shares, losses, strict=True))
+        assert loss.item() == pytest.approx(expected, abs=1e-12), (seed, options)
+        np.testing.assert_allclose(y.grad.numpy(), np.array(grads), atol=1e-9, err_msg=f"{seed} {options}")
+        moved += any(g != 0 for row in grads for g in row)
+        # The other reductions: the same gradient, up to the factor between the losses.
+        total = sum(w for w, s in zip(weights or [1.0] * len(scores), shares, strict=True) if s > 0)
+        for reduction in ("sum", "none"):
+            z = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+            other, _ = rank_loss(z, torch.tensor(relevance), item_loss, reduction=reduction, **tensors, **options)
+            other.sum().backward()
+            assert other.sum().item() == pytest.approx(expected * total, abs=1e-12)
+            np.testing.assert_allclose(z.grad.numpy(), np.array(grads) * total, atol=1e-9)
+        assert statistics.num_relevant.tolist() == [
+            sum(r and (mask is None or mask[q][i]) for i, r in enumerate(row)) for q, row in enumerate(relevance)
+        ]
+    assert moved > 150, "the cases must move something"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_rank_is_algorithm_1(seed):
+    generator = np.random.default_rng(seed)
+    shape = [(7,), (3, 5), (2, 3, 4)][seed % 3]
+    scores = generator.integers(-3, 4, shape) / 4 if seed % 2 else generator.normal(size=shape)
+    upstream, lambda_val = generator.normal(size=shape), [0.1, 1.0, 7.0][seed % 3]
+    normalize = bool(seed % 4)
+    mask = generator.random(shape) < 0.8 if seed % 5 else np.ones(shape, bool)
+
+    def ranks_of(values):  # an independent sort: numpy's lexsort, the last key is the first to count
+        ranks = np.zeros(shape)
+        for row in np.ndindex(shape[:-1]):
+            order = np.lexsort((np.arange(shape[-1]), -values[row]))
+            order = [i for i in order if mask[row][i]]
+            for position, i in enumerate(order):
+                ranks[row][i] = (position + 1) / (len(order) if normalize else 1)
+        return ranks
+
+    y = torch.tensor(scores, requires_grad=True)
+    ranks = rank(y, lambda_val, mask=torch.tensor(mask), normalize=normalize)
+    ranks.backward(torch.tensor(upstream))
+    expected = -(ranks_of(scores) - ranks_of(scores + lambda_val * upstream)) / lambda_val
+    np.testing.assert_allclose(ranks.detach().numpy(), ranks_of(scores), atol=1e-12)
+    np.testing.assert_allclose(y.grad.numpy(), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("kind", ["ap", "recall"])
+def test_gradient_is_the_authors_formula_on_distinct_scores(kind, seed):
+    """Double argsort, normalised ranks, rank⁺ constant, gradient of the mean over the rows: written out in numpy."""
+    generator = np.random.default_rng(seed)
+    num_rows, num_items, lambda_val, margin = 4, 30, 2.0, 0.1
+    scores, relevance = generator.normal(size=(num_rows, num_items)), generator.random((num_rows, num_items)) < 0.3
+    relevance[:, 0] = True
+    y = scores - margin * (relevance - 0.5)
+
+    def normalised_rank(values):
+        return (np.argsort(np.argsort(-values, axis=1), axis=1) + 1) / num_items
+
+    ranks = normalised_rank(y)
+    ranks_plus = normalised_rank(y + 1e4 * relevance)
+    count = relevance.sum(1, keepdims=True)
+    if kind == "ap":
+        upstream = relevance * ranks_plus / ranks**2 / count / num_rows
+    else:
+        upstream = relevance * num_items / (1 + num_items * (ranks - ranks_plus)) / count / num_rows
+    expected = -(ranks - normalised_rank(y + lambda_val * upstream)) / lambda_val
+    loss_fn = average_precision_loss if kind == "ap" else recall_loss
+    tensor = torch.tensor(scores, requires_grad=True)
+    loss_fn(tensor, torch.tensor(relevance), lambda_val=lambda_val, margin=margin).backward()
+    np.testing.assert_allclose(tensor.grad.numpy(), expected, atol=1e-9)
+    assert np.abs(expected).max() > 0
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(16, 64, generator=generator, dtype=torch.float64)
+    relevance = torch.rand(16, 64, generator=generator) < 0.1
+    return scores, relevance
+
+
+def grad_of(scores, relevance, backward=torch.Tensor.backward, loss_fn=average_precision_loss, **options):
+    y = scores.clone().requires_grad_()
+    backward(loss_fn(y, relevance, **({"lambda_val": 0.5, "margin": 0.1} | options)))
+    return y.grad
+
+
+@pytest.mark.parametrize("loss_fn", [average_precision_loss, recall_loss])
+class TestLambdaIsInvariant:
+    def test_to_a_loss_weight(self, problem, loss_fn):
+        scaled = grad_of(*problem, backward=lambda loss: (loss * 65_536).backward(), loss_fn=loss_fn)
+        torch.testing.assert_close(scaled / 65_536, grad_of(*problem, loss_fn=loss_fn))
+        assert scaled.abs().max() > 0
+
+    def test_to_accumulated_halves(self, problem, loss_fn):
+        y = problem[0].clone().requires_grad_()
+        for _ in range(2):
+            (loss_fn(y, problem[1], lambda_val=0.5, margin=0.1) * 0.5).backward()
+        torch.testing.assert_close(y.grad, grad_of(*problem, loss_fn=loss_fn))
+
+    def test_to_a_grad_scaler(self, problem, loss_fn):
+        scores, relevance = problem[0].float(), problem[1]
+        steps = []
+        for enabled in (False, True):
+            y = torch.nn.Parameter(scores.clone())
+            optimizer = torch.optim.SGD([y], lr=1.0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=enabled)
+            scaler.scale(loss_fn(y, relevance, lambda_val=0.5, margin=0.1)).backward()
+            if enabled:
+                assert y.grad.abs().max() > 1
+            scaler.step(optimizer)
+            steps.append(y.detach() - scores)
+        torch.testing.assert_close(*steps)
+        assert steps[0].abs().max() > 0
+
+    def test_and_rank_composed_by_hand_is_not(self, problem, loss_fn):
+        """What the losses avoid: the same loss on ``rank`` changes its gradient with its weight."""
+        scores, relevance = problem
+
+        def composed(weight):
+            y = scores.clone().requires_grad_()
+            ranks = rank(y, 0.5)
+            (weight * (ranks * relevance).sum()).backward()
+            return y.grad / weight
+
+        assert not torch.allclose(composed(1.0), composed(65_536.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss_fn", [average_precision_loss, recall_loss])
+def test_half_precision_is_ranked_in_float32(problem, dtype, loss_fn):
+    half = problem[0].to(dtype).requires_grad_()
+    full = half.detach().float().requires_grad_()
+    loss_full = loss_fn(full, problem[1], lambda_val=0.5, margin=0.1)
+    loss_full.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_half = loss_fn(half, problem[1], lambda_val=0.5, margin=0.1)
+    loss_half.backward()
+    assert loss_half.dtype == torch.float32
+    assert half.grad.dtype == dtype
+    assert half.grad.isfinite().all()
+    assert half.grad.abs().max() > 0
+    assert loss_half.item() == loss_full.item()
+    assert torch.equal(half.grad, full.grad.to(dtype))
+    ranks = rank(half, 0.5)
+    assert ranks.dtype == torch.float32
+    assert torch.equal(ranks, rank(half.float(), 0.5))
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 0), (0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("loss_fn", [average_precision_loss, recall_loss])
+def test_without_a_relevant_item_the_loss_is_a_zero_in_the_graph(shape, loss_fn):
+    scores = torch.zeros(shape, requires_grad=True)
+    loss = loss_fn(scores, torch.zeros(shape, dtype=torch.bool), lambda_val=0.5)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(scores.grad, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("loss_fn", [average_precision_loss, recall_loss])
+def test_masking_equals_removal(problem, loss_fn):
+    scores, relevance = (x[0] for x in problem)
+    mask = torch.rand(64, generator=torch.Generator().manual_seed(1)) < 0.6
+    scores[~mask] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e9] * 64)[: (~mask).sum()].double()
+    masked = grad_of(scores, relevance, loss_fn=loss_fn, mask=mask)
+    torch.testing.assert_close(masked[mask], grad_of(scores[mask], relevance[mask], loss_fn=loss_fn))
+    assert torch.equal(masked[~mask], torch.zeros_like(masked[~mask]))
+    assert grad_of(scores, relevance, loss_fn=loss_fn, mask=torch.zeros_like(mask)).eq(0).all()
+
+
+def test_a_constant_score_is_the_worst_score():
+    for place in range(10):
+        relevance = torch.arange(10) == place
+        assert recall_loss(torch.zeros(10), relevance, lambda_val=1.0).item() == pytest.approx(np.log(10))
+        assert average_precision_loss(torch.zeros(10), relevance, lambda_val=1.0).item() == pytest.approx(0.9)
+
+
+def test_margin_is_half_on_each_side():
+    scores, relevance = torch.tensor([0.50, 0.41]), torch.tensor([True, False])
+    for margin, expected in ((0.0, 0.0), (0.08, 0.0), (0.1, 0.5)):
+        loss = average_precision_loss(scores, relevance, lambda_val=1.0, margin=margin)
+        assert loss.item() == pytest.approx(expected), margin
+
+
+def test_random_margin_is_seeded_and_has_the_mean_of_a_half_normal():
+    relevance = torch.arange(20_000) < 10_000
+    seen = {}
+
+    def item_loss(rank, rank_plus, num_relevant):
+        seen["ranks"] = rank.detach()
+        return rank
+
+    def ranks(seed):
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.where(relevance, 0.0, -1.0)
+        rank_loss(scores, relevance, item_loss, lambda_val=1.0, margin=2.0, generator=generator)
+        return seen["ranks"][0, :10_000]
+
+    assert torch.equal(ranks(0), ranks(0))
+    assert not torch.equal(ranks(0), ranks(1))
+    # Irrelevant -1 + |z|, relevant -|z'|: above when |z| + |z'| >= 1, a probability of 0.7298 by integration.
+    above = (ranks(2) - torch.arange(1, 10_001).float()[ranks(2).argsort().argsort()]).mean() / 10_000
+    z = np.abs(np.random.default_rng(0).normal(size=(2, 1_000_000)))
+    assert above.item() == pytest.approx((z.sum(0) >= 1).mean(), abs=0.01)
+
+
+def test_ap_over_all_rows_ranks_them_as_one(problem):
+    scores, relevance = problem
+    mask = torch.rand(scores.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    together = grad_of(scores, relevance, over_all=True, mask=mask)
+    flat = grad_of(scores.flatten(), relevance.flatten(), mask=mask.flatten())
+    assert torch.equal(together.flatten(), flat)
+    assert together.abs().max() > 0
+    module = AveragePrecisionLoss(lambda_val=0.5, margin=0.1, over_all=True)
+    expected = average_precision_loss(scores.flatten(), relevance.flatten(), lambda_val=0.5, margin=0.1)
+    assert module(scores, relevance) == expected
+    with pytest.raises(ValueError, match="over_all"):
+        module(scores, relevance, None, torch.ones(16))
+    with pytest.raises(ValueError, match="shape"):
+        module(scores, relevance.T)
+
+
+def test_leading_dimensions_are_rows(problem):
+    scores, relevance = problem
+    expected = average_precision_loss(scores, relevance, lambda_val=0.5, reduction="none")
+    shaped = average_precision_loss(scores.view(2, 8, 64), relevance.view(2, 8, 64), lambda_val=0.5, reduction="none")
+    assert torch.equal(shaped, expected.view(2, 8))
+    assert average_precision_loss(scores[0], relevance[0], lambda_val=0.5, reduction="none").shape == ()
+
+
+def test_lambda_per_row_does_not_depend_on_the_batch(problem):
+    scores, relevance = problem
+    relevance[:, 0] = True
+    alone = grad_of(scores[:1], relevance[:1], lambda_per="row")
+    among = grad_of(scores, relevance, lambda_per="row")
+    torch.testing.assert_close(among[:1] * 16, alone)
+    torch.testing.assert_close(grad_of(scores, relevance, lambda_val=0.5 * 16), among)
+
+
+def test_statistics_of_the_forward_pass():
+    scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]], requires_grad=True)
+    relevance = torch.tensor([[True, False, True, False], [False, False, False, False]])
+    loss_fn = RecallLoss(lambda_val=1e-3)
+    loss_fn(scores, relevance)
+    assert loss_fn.statistics.num_relevant.tolist() == [2, 0]
+    assert loss_fn.statistics.mean_r.tolist() == [0.5, 0.0]
+    assert loss_fn.statistics.zero_gradient.tolist() == [2, 0]  # the step is too small to move anything
+    loss_fn = RecallLoss(lambda_val=10.0)
+    loss_fn(scores, relevance)
+    assert loss_fn.statistics.zero_gradient.tolist() == [1, 0]  # the third item overtakes the second, the first stays
+
+
+def test_modules_equal_functions(problem):
+    for weighting in ("log", "loglog", TABLE):
+        module = RecallLoss(lambda_val=0.3, margin=0.1, weighting=weighting, reduction="none")
+        expected = recall_loss(*problem, lambda_val=0.3, margin=0.1, weighting=weighting, reduction="none")
+        assert torch.equal(module(*problem), expected)
+    assert "lambda_val=0.3" in repr(module)
+
+
+def test_module_checkpoint_restores_the_random_margin(problem):
+    def module(seed):
+        return RecallLoss(lambda_val=0.3, margin=1.0, generator=torch.Generator().manual_seed(seed))
+
+    first, second = module(0), module(1)
+    first(*problem)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(*problem), second(*problem))
+    with pytest.raises(RuntimeError, match="generator"):
+        second.load_state_dict({})
+    RecallLoss(lambda_val=0.3).load_state_dict({})
+
+
+def test_gradient_descent_ranks_the_relevant_first():
+    torch.manual_seed(0)
+    scores, relevance = torch.nn.Parameter(torch.randn(8, 40)), torch.rand(8, 40) < 0.2
+    for loss_fn in (AveragePrecisionLoss(lambda_val=50.0, margin=0.2), RecallLoss(lambda_val=50.0, margin=0.2)):
+        y = torch.nn.Parameter(scores.detach().clone())
+        optimizer = torch.optim.Adam([y], lr=0.05)
+        before = loss_fn(y, relevance).item()
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss_fn(y, relevance).backward()
+            optimizer.step()
+        assert before > 0.3
+        assert loss_fn(y, relevance).item() < before / 5
+
+
+def test_a_loss_of_ones_own_is_an_item_loss():
+    class ReciprocalRankLoss(RankLoss):
+        def __init__(self, **options):
+            super().__init__(lambda rank, rank_plus, num_relevant: 1 - 1 / rank, **options)
+
+    loss = ReciprocalRankLoss(lambda_val=1.0)(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([False, True, True]))
+    assert loss.item() == pytest.approx(1 - (1 / 2 + 1 / 3) / 2)
+
+
+SCORES, RELEVANCE = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"scores": [0.1]}, TypeError, "torch.Tensor, got list"),
+        ({"scores": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "floating point, got torch.int64"),
+        ({"scores": torch.tensor(0.0)}, ValueError, "without dimensions"),
+        ({"scores": torch.tensor([[0.0, float("nan"), 0.0]] * 2)}, ValueError, r"2 NaN of 6, the first at \(0, 1\)"),
+        ({"relevance": torch.zeros(2, 3)}, TypeError, "relevance must be a bool tensor, got torch.float32"),
+        ({"relevance": torch.zeros(3, 2, dtype=torch.bool)}, ValueError, r"shape \(2, 3\).* got \(3, 2\)"),
+        ({"relevance": torch.zeros(2, 3, dtype=torch.bool, device="meta")}, ValueError, "device"),
+        ({"mask": torch.zeros(3, dtype=torch.bool)}, ValueError, r"mask must have shape \(2, 3\)"),
+        ({"weights": torch.zeros(3)}, ValueError, r"weights must have shape \(2,\)"),
+        ({"weights": torch.zeros(2, dtype=torch.int64)}, TypeError, "weights must be a floating-point"),
+        ({"lambda_val": 0.0}, ValueError, "lambda_val must be a finite number > 0, got 0.0"),
+        ({"lambda_val": float("nan")}, ValueError, "lambda_val"),
+        ({"lambda_val": "4"}, ValueError, "lambda_val"),
+        ({"margin": -0.1}, ValueError, "margin must be a finite number >= 0, got -0.1"),
+        ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+        ({"lambda_per": "query"}, ValueError, "lambda_per must be one of 'batch', 'row'"),
+        ({"weighting": "linear"}, ValueError, "weighting must be one of 'log', 'loglog', got 'linear'"),
+        ({"weighting": []}, ValueError, r"shape \(M,\)"),
+        ({"weighting": 3}, ValueError, r"shape \(M,\)"),
+        ({"weighting": object()}, TypeError, "a name, a callable or a table"),
+        ({"weighting": lambda r: r.sum()}, ValueError, r"item_loss must return a tensor of shape \(2, 3\), got \(\)"),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    arguments = {"scores": SCORES, "relevance": RELEVANCE, "lambda_val": 1.0} | change
+    scores, relevance = arguments.pop("scores"), arguments.pop("relevance")
+    with pytest.raises(error, match=message):
+        recall_loss(scores, relevance, **arguments)
+
+
+def test_the_nan_check_can_be_switched_off():
+    scores = torch.tensor([float("nan"), 1.0])
+    check_nan(False)
+    try:
+        recall_loss(scores, torch.tensor([True, False]), lambda_val=1.0)
+    finally:
+        check_nan(True)
+    with pytest.raises(ValueError, match="NaN"):
+        recall_loss(scores, torch.tensor([True, False]), lambda_val=1.0)
+    with pytest.raises(ValueError, match="NaN"):
+        rank(scores, 1.0)
+
+
+def test_infinite_scores_rank_like_any_others():
+    for order in itertools.permutations([-float("inf"), 0.0, float("inf")]):
+        scores = torch.tensor(order, requires_grad=True)
+        relevance = torch.tensor(order) == 0
+        loss = average_precision_loss(scores, relevance, lambda_val=1.0)
+        loss.backward()
+        assert loss.item() == 0.5
+        assert scores.grad.isfinite().all()
