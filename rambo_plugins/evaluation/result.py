@@ -1,0 +1,58 @@
+"""The outcome of an evaluation: figures, counts and the rank of each query's first relevant item."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class RecallResult:
+    """What ``recall_at_k`` found. Figures are fractions in [0, 1], nan where no query could be averaged."""
+
+    recall: dict[int, float]  # K -> Recall@K, ties broken against the relevant item
+    recall_optimistic: dict[int, float]  # the same with ties broken for it
+    map_at_r: float | None  # None if it was not asked for
+    first_rank: np.ndarray  # (Q,) int64, rank of the first relevant item; 0: beyond max(ks), or there is none
+    lone_queries: np.ndarray  # int64 rows of the queries without a relevant item in the gallery
+    num_queries: int
+    num_gallery: int
+    num_tied: int  # queries whose first relevant item ties with irrelevant ones, so that its rank up to max(ks) differs
+    ks: tuple[int, ...]
+    backend: str
+    seconds: float
+    exact: bool = True
+
+    @property
+    def num_lone(self) -> int:
+        return len(self.lone_queries)
+
+    def __str__(self) -> str:
+        figures = [f"R@{k} {100 * value:.2f}" for k, value in self.recall.items()]
+        if self.map_at_r is not None:
+            figures.append(f"MAP@R {100 * self.map_at_r:.2f}")
+        return (
+            f"{'  '.join(figures)}  (%; {self.num_queries:,} queries, {self.num_gallery:,} in the gallery, "
+            f"{self.num_lone:,} lone, {self.num_tied:,} tied; {self.backend}, {self.seconds:.1f} s)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures and counts, ready for JSON: K as strings, None for nan. The arrays stay out."""
+
+        def figure(value: float | None) -> float | None:
+            return None if value is None or math.isnan(value) else value
+
+        return {
+            "recall": {str(k): figure(value) for k, value in self.recall.items()},
+            "recall_optimistic": {str(k): figure(value) for k, value in self.recall_optimistic.items()},
+            "map_at_r": figure(self.map_at_r),
+            "num_queries": self.num_queries,
+            "num_gallery": self.num_gallery,
+            "num_lone": self.num_lone,
+            "num_tied": self.num_tied,
+            "ks": list(self.ks),
+            "backend": self.backend,
+            "exact": self.exact,
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,56 @@
+"""Ranks from the top of a ranked list, with ties broken against the relevant item.
+
+A list holds the L best scores of a query, (B, L) float32, best first, and which of the items are ``relevant``, (B, L)
+bool. ``whole`` says that no item is missing; otherwise the items above the last score are all known, but more may tie
+with it. ``settled``, (B,) bool, are the queries whose outcome does not depend on what is missing.
+"""
+
+import numpy as np
+
+
+def first_ranks(
+    scores: np.ndarray, relevant: np.ndarray, whole: bool, limit: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank of the first relevant item, pessimistic and optimistic, (B,) int64 with limit + 1 for all beyond; settled.
+
+    1 + #{irrelevant, s ≥ s*} and 1 + #{irrelevant, s > s*}, s* the best relevant score. Every query has a relevant
+    item, which may lie below its list; a list that is not whole has at least ``limit`` items.
+    """
+    found = relevant.any(axis=1)
+    first = np.where(found, relevant.argmax(axis=1), -1)  # none found: s* is the last score at best
+    best = scores[np.arange(len(scores)), first]
+    optimistic = 1 + (scores > best[:, None]).sum(axis=1)
+    pessimistic = 1 + (~relevant & (scores >= best[:, None])).sum(axis=1)
+    settled = whole | (best > scores[:, -1]) | (optimistic > limit) | (found & (pessimistic > limit))
+    return np.minimum(pessimistic, limit + 1), np.minimum(optimistic, limit + 1), settled
+
+
+def average_precision_at_r(scores: np.ndarray, relevant: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """(1/R) Σ rank⁺_i / rank_i over relevant i with rank_i ≤ R, (B,) float64; ``r``, (B,) int64, is R ≥ 1.
+
+    rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i, rank⁺_i the rank among the relevant. A list of 2R items or more settles
+    it: R of them are irrelevant, so a relevant item that ties with the last one is beyond R already.
+    """
+    length = scores.shape[1]
+    rank_plus = relevant.cumsum(axis=1, dtype=np.int32)
+    irrelevant = np.arange(1, length + 1, dtype=np.int32) - rank_plus
+    group_end = np.ones(scores.shape, dtype=bool)
+    np.not_equal(scores[:, :-1], scores[:, 1:], out=group_end[:, :-1])
+    # the irrelevant items down to the end of each item's group of equal scores
+    at_end = np.where(group_end, irrelevant, np.int32(length))
+    rank = np.minimum.accumulate(at_end[:, ::-1], axis=1)[:, ::-1] + rank_plus
+    hit = relevant & (rank <= r[:, None])
+    return np.where(hit, rank_plus / rank, 0).sum(axis=1) / r
+
+
+def certain(
+    scores: np.ndarray, relevant: np.ndarray, whole: bool, needed: np.ndarray, tolerance: np.ndarray
+) -> np.ndarray:
+    """Whether the order of relevant and irrelevant items among the first ``needed``, (B,) int64, is beyond rounding.
+
+    Two scores of a row that lie no more than its ``tolerance``, (B,) float32, apart may be equal or in either order.
+    """
+    floor = (scores[np.arange(len(scores)), needed - 1] - tolerance)[:, None]
+    mixed = relevant[:, :-1] != relevant[:, 1:]
+    close = mixed & (scores[:, :-1] - scores[:, 1:] <= tolerance[:, None]) & (scores[:, 1:] >= floor)
+    return ~close.any(axis=1) & (whole | (scores[:, -1] < floor[:, 0]))

@@ -1,0 +1,518 @@
+"""Recall@K and MAP@R against their definitions, one query and one item at a time."""
+
+import importlib
+import json
+import logging
+import sys
+
+import faiss
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rambo_plugins.evaluation import RecallCalculator, RecallResult, recall_at_k
+from rambo_plugins.evaluation import recall as recall_module
+from rambo_plugins.evaluation import search as search_module
+
+
+def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner_product", lone="exclude"):
+    """The definitions, in loops over float64. ``same(q, g)``: gallery item g is query q itself."""
+    ranks, optimistic_ranks, precisions, lone_queries = [], [], [], []
+    for q in range(len(query)):
+        others = [g for g in range(len(gallery)) if not same(q, g)]
+        score = {}
+        for g in others:
+            a, b = np.asarray(query[q], float), np.asarray(gallery[g], float)
+            score[g] = float(a @ b) if metric == "inner_product" else -float(((a - b) ** 2).sum())
+        relevant = [g for g in others if gallery_labels[g] == query_labels[q]]
+        irrelevant = [g for g in others if gallery_labels[g] != query_labels[q]]
+        if not relevant:
+            lone_queries.append(q)
+            ranks.append(float("inf"))
+            optimistic_ranks.append(float("inf"))
+            precisions.append(0.0)
+            continue
+        best = max(score[g] for g in relevant)
+        ranks.append(1 + sum(score[g] >= best for g in irrelevant))
+        optimistic_ranks.append(1 + sum(score[g] > best for g in irrelevant))
+        total = 0.0
+        for plus, g in enumerate(sorted(relevant, key=lambda g: -score[g]), start=1):
+            rank = plus + sum(score[h] >= score[g] for h in irrelevant)
+            if rank <= len(relevant):
+                total += plus / rank
+        precisions.append(total / len(relevant))
+    kept = [q for q in range(len(query)) if lone == "miss" or q not in lone_queries]
+
+    def mean(values):
+        return sum(values[q] for q in kept) / len(kept) if kept else float("nan")
+
+    def seen(rank):
+        return rank if rank <= max(ks) else 0
+
+    return {
+        "recall": {k: mean([rank <= k for rank in ranks]) for k in sorted(ks)},
+        "recall_optimistic": {k: mean([rank <= k for rank in optimistic_ranks]) for k in sorted(ks)},
+        "map_at_r": mean(precisions),
+        "first_rank": [seen(rank) for rank in ranks],
+        "lone_queries": lone_queries,
+        "num_tied": sum(seen(a) != seen(b) for a, b in zip(ranks, optimistic_ranks, strict=True)),
+    }
+
+
+def check(result, expected, map_at_r=True):
+    for name in ("recall", "recall_optimistic"):
+        figures = getattr(result, name)
+        assert list(figures) == list(expected[name])
+        assert list(figures.values()) == pytest.approx(list(expected[name].values()), nan_ok=True), name
+    if map_at_r:
+        assert result.map_at_r == pytest.approx(expected["map_at_r"], nan_ok=True)
+    else:
+        assert result.map_at_r is None
+    assert result.first_rank.tolist() == expected["first_rank"]
+    assert result.lone_queries.tolist() == expected["lone_queries"]
+    assert result.num_tied == expected["num_tied"]
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Small blocks and the shortest first lists; notes (queries, k, pairwise) of every faiss search."""
+    calls = []
+    nearest = search_module._nearest
+    monkeypatch.setattr(search_module, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(recall_module, "SPARE", 0)
+
+    def noted(index, query, k, pairwise):
+        calls.append((len(query), k, pairwise))
+        return nearest(index, query, k, pairwise)
+
+    monkeypatch.setattr(search_module, "_nearest", noted)
+    return calls
+
+
+@st.composite
+def small_integers(draw):
+    """Embeddings of small integers: exact scores, many of them equal; classes of unequal size."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    dim, spread, classes = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    sizes = draw(st.integers(1, 12)), draw(st.integers(1, 24))
+    rows = [rng.integers(-spread, spread + 1, (size, dim)) for size in sizes]
+    labels = [np.minimum(rng.geometric(0.4, size), classes) for size in sizes]
+    ks = draw(st.sets(st.integers(1, 40), min_size=1, max_size=3))
+    metric, lone = draw(st.sampled_from(["inner_product", "l2"])), draw(st.sampled_from(["exclude", "miss"]))
+    options = {"ks": ks, "metric": metric, "lone": lone}
+    return rng, rows, labels, options
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short lists", "default"])
+@settings(max_examples=150, deadline=None)
+@given(case=small_integers(), map_at_r=st.booleans())
+def test_queries_among_themselves(short, case, map_at_r):
+    _, (_, rows), (_, labels), options = case
+    expected = oracle(rows, labels, rows, labels, same=lambda q, g: q == g, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if short:
+            patch.setattr(search_module, "BLOCK_BYTES", 5000)
+            patch.setattr(recall_module, "SPARE", 0)
+        check(recall_at_k(rows, labels, map_at_r=map_at_r, **options), expected, map_at_r)
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short lists", "default"])
+@settings(max_examples=100, deadline=None)
+@given(case=small_integers(), map_at_r=st.booleans())
+def test_separate_gallery(short, case, map_at_r):
+    _, (query, gallery), (query_labels, gallery_labels), options = case
+    expected = oracle(query, query_labels, gallery, gallery_labels, same=lambda q, g: False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if short:
+            patch.setattr(search_module, "BLOCK_BYTES", 5000)
+            patch.setattr(recall_module, "SPARE", 0)
+        result = recall_at_k(query, query_labels, gallery, gallery_labels, map_at_r=map_at_r, **options)
+    check(result, expected, map_at_r)
+
+
+@pytest.mark.parametrize("strings", [True, False], ids=["string ids", "integer ids"])
+@settings(max_examples=150, deadline=None)
+@given(case=small_integers(), map_at_r=st.booleans())
+def test_a_query_is_left_out_by_its_id_wherever_it_is(strings, case, map_at_r):
+    rng, (query, gallery), (query_labels, gallery_labels), options = case
+    gallery_ids = rng.permutation(10**12 + np.arange(len(gallery)))
+    query_ids = 10**12 + rng.integers(0, len(gallery) + 4, len(query))  # some repeat, some are not in the gallery
+    expected = oracle(
+        query, query_labels, gallery, gallery_labels, same=lambda q, g: query_ids[q] == gallery_ids[g], **options
+    )
+    if strings:
+        query_ids, gallery_ids = [f"image {i}" for i in query_ids], [f"image {i}" for i in gallery_ids]
+    result = recall_at_k(
+        query,
+        query_labels,
+        gallery,
+        gallery_labels,
+        query_ids=query_ids,
+        gallery_ids=gallery_ids,
+        map_at_r=map_at_r,
+        **options,
+    )
+    check(result, expected, map_at_r)
+
+
+def test_exact_duplicates_do_not_let_a_query_find_itself():
+    """Pairs of identical images of different classes: a query that is not first in its own list is no hit."""
+    rng = np.random.default_rng(0)
+    half = rng.integers(-3, 4, (60, 8))
+    rows = np.concatenate([half, half])
+    labels = np.arange(120)  # every query is alone in its class ...
+    labels[[0, 60]] = 0  # ... but for one pair
+    result = recall_at_k(rows, labels, ks=(1, 5), lone="miss")
+    assert result.recall[5] == pytest.approx(2 / 120)
+    assert result.num_lone == 118
+
+
+@pytest.mark.parametrize("count", [40, 1001, 5003])
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+def test_a_collapsed_model_gets_the_worst_result_not_luck(count, metric):
+    """Matrix products give identical rows scores that differ in the last bit, which is no order."""
+    row = np.random.default_rng(1).standard_normal(128)
+    rows = np.tile(row / np.linalg.norm(row), (count, 1))
+    labels = np.arange(count) // 2
+    queries = slice(0, 40)
+    result = recall_at_k(
+        rows[queries],
+        labels[queries],
+        rows,
+        labels,
+        ks=(1, 10, count - 2, count - 1),
+        query_ids=np.arange(40),
+        gallery_ids=np.arange(count),
+        metric=metric,
+        map_at_r=True,
+    )
+    assert result.recall == {1: 0.0, 10: 0.0, count - 2: 0.0, count - 1: 1.0}
+    assert set(result.recall_optimistic.values()) == {1.0}
+    assert result.map_at_r == 0
+    assert result.num_tied == 40
+    assert set(result.first_rank.tolist()) == {count - 1}
+
+
+def test_identical_rows_tie_whatever_the_matrix_product_makes_of_them():
+    """The same distinct rows in ever larger galleries: ranks against a score per distinct row, counted in float64."""
+    rng = np.random.default_rng(2)
+    distinct = rng.standard_normal((30, 100)).astype(np.float32)
+    copies = rng.integers(0, 30, 3000)
+    labels = np.where(rng.random(3000) < 0.2, copies % 3, 3 + np.arange(3000) % 7)
+    result = recall_at_k(distinct[copies], labels, ks=(1, 10, 1000), map_at_r=True)
+    score = distinct.astype(float) @ distinct.T.astype(float)
+    for q in range(0, 3000, 10):
+        mine = score[copies[q], copies]
+        others = np.arange(3000) != q
+        relevant = others & (labels == labels[q])
+        rank = 1 + (mine[others & ~relevant] >= mine[relevant].max()).sum()
+        assert result.first_rank[q] == (rank if rank <= 1000 else 0)
+
+
+def test_short_lists_grow_until_the_tie_is_resolved(searches):
+    rows = np.ones((50, 2))
+    labels = np.arange(50) // 2
+    check(
+        recall_at_k(rows, labels, ks=(3,), map_at_r=True),
+        oracle(rows, labels, rows, labels, (3,), same=lambda q, g: q == g),
+    )
+    assert {size for size, _, _ in searches} == {1}
+    assert sorted({k for _, k, _ in searches}) == [4, 13, 49, 50]
+    assert {pairwise for _, k, pairwise in searches if k > 4} == {True}
+
+
+def test_without_ties_each_query_is_searched_once(searches, monkeypatch):
+    monkeypatch.setattr(recall_module, "SPARE", 1)
+    rows = np.random.default_rng(3).standard_normal((200, 16))
+    recall_at_k(rows, np.arange(200) // 4, ks=(1, 10), map_at_r=True)
+    pairwise = [pairwise for _, _, pairwise in searches]
+    assert pairwise.count(False) == 200
+    assert pairwise.count(True) <= 5  # two scores closer than rounding, by chance
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
+    """Scores off by a few float32 epsilons, which separates and swaps equal ones, must not show in the figures."""
+    rng = np.random.default_rng(seed)
+    rows, labels = rng.integers(-2, 3, (40, 4)), rng.integers(0, 8, 40)
+    largest = np.linalg.norm(rows, axis=1).max()
+    nearest = search_module._nearest
+
+    def rounded(index, query, k, pairwise):
+        scores, found = nearest(index, query, k, pairwise)
+        if not pairwise:
+            size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(np.float32).eps
+            scores += (size * rng.uniform(-3, 3, scores.shape)).astype(np.float32)
+            order = np.argsort(scores if metric == "l2" else -scores, axis=1)
+            scores, found = np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1)
+        return scores, found
+
+    monkeypatch.setattr(search_module, "_nearest", rounded)
+    expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
+    check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric, map_at_r=True), expected)
+
+
+def test_the_threshold_of_faiss_is_restored():
+    before = faiss.cvar.distance_compute_blas_threshold
+    try:
+        faiss.cvar.distance_compute_blas_threshold = 37
+        recall_at_k(np.ones((9, 2)), np.arange(9) // 3, ks=(1,))
+        assert faiss.cvar.distance_compute_blas_threshold == 37
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = before
+
+
+def test_labels_beyond_float32_stay_apart():
+    labels = 2**24 + np.array([0, 1, 0, 1])
+    rows = np.array([[1.0, 0.0], [0.99, 0.1], [0.0, 1.0], [0.1, 0.99]])
+    assert np.float32(labels[0]) == np.float32(labels[1])
+    assert recall_at_k(rows, labels, ks=(1, 3)).recall == {1: 0.0, 3: 1.0}
+    assert recall_at_k(rows, torch.tensor(labels) + 2**60, ks=(1, 3)).recall == {1: 0.0, 3: 1.0}
+
+
+@pytest.mark.parametrize(
+    "convert", [list, np.array, lambda x: np.array(x, dtype=object)], ids=["list", "str", "object"]
+)
+def test_labels_can_be_strings(convert):
+    rng = np.random.default_rng(4)
+    rows, numbers = rng.integers(-2, 3, (30, 3)), rng.integers(0, 5, 30)
+    result = recall_at_k(rows, convert([f"class {n}" for n in numbers]), ks=(1, 4), map_at_r=True)
+    check(result, oracle(rows, numbers, rows, numbers, (1, 4), same=lambda q, g: q == g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_tensors_of_any_dtype_give_what_the_array_gives(dtype):
+    rng = np.random.default_rng(5)
+    rows, labels = rng.integers(-3, 4, (40, 4)), rng.integers(0, 8, 40)
+    tensor = torch.tensor(rows, dtype=dtype, requires_grad=dtype.is_floating_point)
+    result = recall_at_k(tensor, torch.tensor(labels, dtype=torch.int32), ks=(1, 3), map_at_r=True)
+    check(result, oracle(rows, labels, rows, labels, (1, 3), same=lambda q, g: q == g))
+
+
+def test_normalize_ranks_by_cosine_and_leaves_the_callers_array_alone():
+    rows = np.array([[1, 0], [2, 0.2], [0, 100], [50, 30]], dtype=np.float32)
+    before, labels = rows.copy(), [0, 0, 1, 1]
+    assert recall_at_k(rows, labels, ks=(1,)).first_rank.tolist() == [0, 0, 1, 1]
+    assert recall_at_k(rows, labels, ks=(1,), normalize=True).first_rank.tolist() == [1, 1, 1, 0]
+    np.testing.assert_array_equal(rows, before)
+    recall_at_k(np.zeros((4, 2)), labels, ks=(1,), normalize=True)  # no direction: no NaN
+
+
+def test_lone_queries_are_left_out_or_missed_and_logged(caplog):
+    rows, labels = np.eye(3)[[0, 0, 1, 2]], [5, 5, 6, 7]
+    with caplog.at_level(logging.WARNING, "rambo_plugins"):
+        result = recall_at_k(rows, labels, ks=(1,), map_at_r=True)
+    assert "2 of 4 queries have no relevant item in the gallery (rows 2, 3)" in caplog.text
+    assert (result.recall[1], result.map_at_r, result.num_lone) == (1.0, 1.0, 2)
+    assert result.lone_queries.tolist() == [2, 3]
+    result = recall_at_k(rows, labels, ks=(1,), map_at_r=True, lone="miss")
+    assert (result.recall[1], result.recall_optimistic[1], result.map_at_r, result.num_lone) == (0.5, 0.5, 0.5, 2)
+
+
+def test_no_query_to_average_over_is_nan_with_a_warning(caplog):
+    result = recall_at_k([[1.0, 2.0]], [3], ks=(1, 2), map_at_r=True)
+    assert np.isnan([*result.recall.values(), *result.recall_optimistic.values(), result.map_at_r]).all()
+    assert "no query is left to average over" in caplog.text
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["recall"] == {"1": None, "2": None}
+    assert recall_at_k([[1.0, 2.0]], [3], ks=(1,), lone="miss").recall == {1: 0.0}
+
+
+def test_one_query_against_one_item():
+    assert recall_at_k([[1.0]], [3], [[2.0]], [3], ks=(1, 7)).recall == {1: 1.0, 7: 1.0}
+    assert recall_at_k([[1.0]], [3], [[2.0]], [3], ks=(1,), query_ids=["a"], gallery_ids=["a"]).num_lone == 1
+
+
+def test_the_result_reads_and_serialises():
+    result = recall_at_k(np.eye(4)[[0, 0, 1, 1]], [0, 0, 1, 1], ks=[10, 1, 10], map_at_r=True)
+    assert isinstance(result, RecallResult)
+    assert (result.ks, result.backend, result.exact, result.num_queries, result.num_gallery) == (
+        (1, 10),
+        "faiss flat, cpu",
+        True,
+        4,
+        4,
+    )
+    assert str(result).startswith(
+        "R@1 100.00  R@10 100.00  MAP@R 100.00  (%; 4 queries, 4 in the gallery, 0 lone, 0 tied"
+    )
+    assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
+    assert result.first_rank.dtype == result.lone_queries.dtype == np.int64
+
+
+def test_progress_shows_every_query(capsys):
+    recall_at_k(np.ones((12, 2)), np.arange(12) // 3, ks=(1,), progress=True)
+    assert "12/12" in capsys.readouterr().err
+
+
+GOOD = {"query": np.eye(3), "query_labels": [0, 0, 1]}
+GALLERY = {"gallery": np.eye(3), "gallery_labels": [0, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"query": np.ones(3)}, ValueError, r"query: expected embeddings of shape \(N, D\), got shape \(3,\)"),
+        ({"query": np.ones((3, 2), complex)}, TypeError, "query: expected real numbers, got dtype complex128"),
+        ({"query": np.empty((0, 3)), "query_labels": []}, ValueError, "query: expected at least one embedding"),
+        ({**GALLERY, "gallery": np.empty((0, 3))}, ValueError, "gallery: expected at least one embedding"),
+        ({**GALLERY, "gallery": np.ones((3, 2))}, ValueError, r"the same D, got shapes \(3, 3\) and \(3, 2\)"),
+        ({"query": [[1, np.nan], [1, 2], [np.inf, 1]]}, ValueError, r"query: 2 of 3 rows have NaN.*at \[0, 2\]"),
+        ({"query": np.full((3, 2), 1e300)}, ValueError, "query: 3 of 3 rows have NaN or inf as float32"),
+        ({"query": np.full((3, 2), 1e30)}, ValueError, "overflow float32"),
+        (
+            {"query": np.full((3, 2), 1e30), "metric": "l2", **GALLERY, "gallery": -np.full((3, 2), 1e30)},
+            ValueError,
+            "ov",
+        ),
+        ({"query_labels": [0, 1]}, ValueError, "query_labels: expected one entry for each of the 3 embeddings, got 2"),
+        ({"query_labels": [[0], [0], [1]]}, ValueError, r"query_labels: expected shape \(3,\), got shape \(3, 1\)"),
+        ({"query_labels": [0.0, 0.0, 1.0]}, TypeError, "query_labels: expected integers or strings, got dtype float64"),
+        ({"query_labels": torch.zeros(3)}, TypeError, "query_labels: expected integers or strings, got dtype torch.fl"),
+        ({"query_labels": np.full(3, 2**64 - 1, np.uint64)}, ValueError, "expected integers that fit int64"),
+        ({**GALLERY, "gallery_labels": ["a", "b", "c"]}, TypeError, "expected both integers or both strings"),
+        ({"gallery": np.eye(3)}, ValueError, "gallery: expected gallery_labels with it, got None"),
+        ({"gallery_labels": [0, 0, 1]}, ValueError, "go with a gallery, but gallery is None"),
+        ({"query_ids": [0, 1, 2]}, ValueError, "go with a gallery, but gallery is None"),
+        ({**GALLERY, "query_ids": [0, 1, 2]}, ValueError, "got query_ids without gallery_ids"),
+        ({**GALLERY, "gallery_ids": [0, 1, 2]}, ValueError, "got gallery_ids without query_ids"),
+        ({**GALLERY, "query_ids": [0, 1, 2], "gallery_ids": [4, 4, 2]}, ValueError, r"each id once, got \[4, 4\]"),
+        ({**GALLERY, "query_ids": [0, 1, 2], "gallery_ids": ["0", "1", "2"]}, TypeError, "query_ids and gallery_ids"),
+        ({"metric": "cosine"}, ValueError, "metric: expected one of 'inner_product', 'l2', got 'cosine'"),
+        ({"lone": "drop"}, ValueError, "lone: expected one of 'exclude', 'miss', got 'drop'"),
+        ({"ks": ()}, ValueError, "ks: expected one or more positive integers"),
+        ({"ks": (1, 0)}, ValueError, r"ks: expected one or more positive integers, got \(1, 0\)"),
+        ({"ks": (1.5,)}, ValueError, "ks: expected one or more positive integers"),
+        ({"ks": 5}, TypeError, "ks: expected a sequence of positive integers, got 5"),
+    ],
+)
+def test_errors_say_what_came_and_what_was_expected(arguments, error, message):
+    with pytest.raises(error, match=message):
+        recall_at_k(**{**GOOD, **arguments})
+
+
+def test_a_missing_tqdm_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        recall_at_k(**GOOD, progress=True)
+
+
+def test_a_missing_faiss_says_how_to_install_it(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("rambo_plugins.evaluation")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(
+        ImportError, match=r'rambo_plugins.evaluation needs faiss: pip install "rambo-plugins\[faiss-cpu\]"'
+    ):
+        importlib.import_module("rambo_plugins.evaluation")
+
+
+# pytorch-metric-learning
+
+
+def clusters(seed, count, classes, dim=16):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, count)
+    rows = np.random.default_rng(99).standard_normal((classes, dim))[labels] + 1.5 * rng.standard_normal((count, dim))
+    return torch.tensor(rows / np.linalg.norm(rows, axis=1, keepdims=True), dtype=torch.float32), torch.tensor(labels)
+
+
+def pml_calculator():
+    accuracy_calculator = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
+    return accuracy_calculator.AccuracyCalculator(
+        include=("precision_at_1", "mean_average_precision_at_r"), device=torch.device("cpu")
+    )
+
+
+def test_figures_equal_those_of_pytorch_metric_learning():
+    rows, labels = clusters(0, 300, 12)
+    gallery, gallery_labels = clusters(1, 500, 12)
+    both, both_labels = torch.cat([rows, gallery]), torch.cat([labels, gallery_labels])
+    for arguments in [
+        (rows, labels),
+        (rows, labels, gallery, gallery_labels, False),
+        (rows, labels, both, both_labels, True),
+    ]:
+        theirs = pml_calculator().get_accuracy(*arguments)
+        ours = RecallCalculator(ks=(1, 5)).get_accuracy(*arguments)
+        assert 0.1 < ours["recall_at_1"] < 0.9
+        assert ours["recall_at_1"] == pytest.approx(theirs["precision_at_1"])
+        assert ours["mean_average_precision_at_r"] == pytest.approx(theirs["mean_average_precision_at_r"])
+
+
+@pytest.mark.parametrize("splits", [None, [("query", ["gallery"])], [("query", ["gallery", "query"])]])
+def test_works_in_a_tester(splits):
+    testers = pytest.importorskip("pytorch_metric_learning.testers")
+    data = {"query": clusters(0, 60, 5), "gallery": clusters(1, 90, 5)}
+    data_sets = {name: torch.utils.data.TensorDataset(rows, labels) for name, (rows, labels) in data.items()}
+    figures = {}
+    for calculator in (RecallCalculator(ks=(1, 10)), pml_calculator()):
+        tester = testers.GlobalEmbeddingSpaceTester(
+            accuracy_calculator=calculator, dataloader_num_workers=0, data_device=torch.device("cpu")
+        )
+        figures[type(calculator)] = tester.test(data_sets, 1, torch.nn.Identity(), splits_to_eval=splits)
+        assert tester.description_suffixes("accuracies").endswith(calculator.description())
+    ours, theirs = figures.values()
+    assert ours.keys() == theirs.keys() == ({"query", "gallery"} if splits is None else {"query"})
+    for split, found in ours.items():
+        assert found.keys() == {
+            "epoch",
+            "recall_at_1_level0",
+            "recall_at_10_level0",
+            "mean_average_precision_at_r_level0",
+        }
+        assert found["recall_at_1_level0"] == pytest.approx(theirs[split]["precision_at_1_level0"])
+        assert found["mean_average_precision_at_r_level0"] == pytest.approx(
+            theirs[split]["mean_average_precision_at_r_level0"]
+        )
+
+
+def test_a_tester_averages_over_label_levels():
+    testers = pytest.importorskip("pytorch_metric_learning.testers")
+    rows, labels = clusters(0, 60, 6)
+    data = torch.utils.data.TensorDataset(rows, torch.stack([labels, labels // 2], dim=1))
+    tester = testers.GlobalEmbeddingSpaceTester(
+        accuracy_calculator=RecallCalculator(ks=(1,)),
+        label_hierarchy_level="all",
+        dataloader_num_workers=0,
+        data_device=torch.device("cpu"),
+    )
+    found = tester.test({"val": data}, 1, torch.nn.Identity())["val"]
+    mean = (found["recall_at_1_level0"] + found["recall_at_1_level1"]) / 2
+    assert found["AVERAGE_recall_at_1"] == pytest.approx(mean)
+
+
+def test_the_calculator_selects_names():
+    rows, labels = clusters(0, 30, 3)
+    calculator = RecallCalculator(ks=(4, 1))
+    assert calculator.get_curr_metrics() == ["recall_at_1", "recall_at_4", "mean_average_precision_at_r"]
+    assert list(calculator.get_accuracy(rows, labels, include=("recall_at_4",))) == ["recall_at_4"]
+    assert calculator.result.map_at_r is None
+    assert list(calculator.get_accuracy(rows, labels, exclude=("recall_at_4",))) == [
+        "recall_at_1",
+        "mean_average_precision_at_r",
+    ]
+    assert RecallCalculator(ks=(1,), map_at_r=False).get_curr_metrics() == ["recall_at_1"]
+    with pytest.raises(ValueError, match=r"include and exclude: expected one of 'recall_at_1'.*got 'NMI'"):
+        calculator.get_accuracy(rows, labels, include=("NMI",))
+    with pytest.raises(ValueError, match="ks: expected"):
+        RecallCalculator(ks=(0,))
+    with pytest.raises(ValueError, match="metric: expected"):
+        RecallCalculator(metric="cos")
+
+
+@pytest.mark.parametrize("wrong", ["rows", "labels", "length"])
+def test_the_calculator_wants_the_queries_first_in_the_reference(wrong):
+    rows, labels = clusters(0, 30, 3)
+    reference, reference_labels = rows.clone(), labels.clone()
+    if wrong == "rows":
+        reference = rows.flip(0)
+    elif wrong == "labels":
+        reference_labels = labels.flip(0)
+    else:
+        reference, reference_labels = rows[:20], labels[:20]
+    with pytest.raises(ValueError, match="ref_includes_query: expected the first 30 rows"):
+        RecallCalculator().get_accuracy(rows, labels, reference, reference_labels, True)
