@@ -1,0 +1,164 @@
+"""One training run of the demo: a small ConvNet, a loss, a seed; PML's trainer and tester; resumed where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_metric_learning import losses, samplers, testers, trainers
+from torch import nn
+from tqdm import tqdm
+
+from rambo_plugins.demo.data import ImageClasses
+from rambo_plugins.evaluation import RecallCalculator
+from rambo_plugins.pml import RamboAPLoss, RamboRecallLoss
+
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "rambo-recall": lambda: RamboRecallLoss(lambda_val=4.0, margin=0.3),
+    "rambo-ap": lambda: RamboAPLoss(lambda_val=4.0, margin=0.3),
+    "fastap": losses.FastAPLoss,
+    "multi-similarity": losses.MultiSimilarityLoss,
+    "contrastive": losses.ContrastiveLoss,
+}
+KS = (1, 2, 4, 8)
+METRICS = (*(f"recall_at_{k}" for k in KS), "mean_average_precision_at_r")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all the runs of a comparison share."""
+
+    data: str = "glyphs"
+    epochs: int = 5
+    steps: int = 100
+    """Steps an epoch; the test set is evaluated after each."""
+    classes_per_batch: int = 32
+    images_per_class: int = 4
+    learning_rate: float = 1e-3
+    dimensions: int = 64
+
+
+class Run:
+    """A loss and a seed on a data set; ``train`` goes on from the checkpoint in ``folder``, if there is one.
+
+    Raises:
+        ValueError: the folder holds a run with other settings.
+    """
+
+    def __init__(
+        self,
+        loss_name: str,
+        seed: int,
+        settings: Settings,
+        data: tuple[ImageClasses, ImageClasses],
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        self.loss_name, self.seed, self.settings, self.device = loss_name, seed, settings, device
+        self.train_set, self.test_set = data
+        self.checkpoint = folder / f"{loss_name}-{seed}.pt"
+        torch.manual_seed(seed)
+        self.model = conv_net(settings.dimensions).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
+        self.loss_fn = LOSSES[loss_name]()
+        self.tester = testers.GlobalEmbeddingSpaceTester(
+            batch_size=512,
+            dataloader_num_workers=0,
+            data_device=device,
+            accuracy_calculator=RecallCalculator(ks=KS),
+            end_of_testing_hook=lambda tester: None,
+        )
+        self.history: list[dict[str, float]] = []
+        """An entry an epoch: the mean training loss, the seconds of training and the metrics on the test set."""
+        if self.checkpoint.exists():
+            self._load()
+
+    def train(self, description: str) -> None:
+        """The epochs that are still missing, each seeded by itself, so that a resumed run draws the same batches."""
+        total, done = self.settings.epochs * self.settings.steps, len(self.history) * self.settings.steps
+        bar = tqdm(total=total, initial=done, desc=description, disable=False, leave=True)
+        for epoch in range(len(self.history) + 1, self.settings.epochs + 1):
+            start = time.perf_counter()
+            loss = self._train_epoch(epoch, bar)
+            seconds = time.perf_counter() - start
+            accuracies = self.tester.test({"test": self.test_set}, epoch, self.model)["test"]
+            metrics = {name: float(accuracies[f"{name}_level0"]) for name in METRICS}
+            self.history.append({"epoch": epoch, "loss": loss, "seconds": seconds, **metrics})
+            self._save()
+            bar.set_postfix_str(f"R@1 {100 * metrics['recall_at_1']:.1f} %")
+        bar.close()
+
+    def test_embeddings(self) -> torch.Tensor:
+        """Unit embeddings (N, D) of the test images."""
+        embeddings, _ = self.tester.get_all_embeddings(self.test_set, self.model)
+        return embeddings.cpu()
+
+    def _train_epoch(self, epoch: int, bar: tqdm) -> float:
+        torch.manual_seed(1000 * self.seed + epoch)
+        np.random.seed(1000 * self.seed + epoch)  # noqa: NPY002 - PML's samplers draw from it
+        num_classes = len(self.train_set.class_names)
+        classes = min(self.settings.classes_per_batch, num_classes)
+        images = self.settings.classes_per_batch * self.settings.images_per_class // classes
+        batch_size, seen = classes * images, []
+
+        def after_step(trainer: trainers.MetricLossOnly) -> None:
+            seen.append(float(trainer.losses["total_loss"].detach()))
+            bar.update()
+
+        trainer = trainers.MetricLossOnly(
+            models={"trunk": self.model, "embedder": nn.Identity()},
+            optimizers={"trunk_optimizer": self.optimizer},
+            batch_size=batch_size,
+            loss_funcs={"metric_loss": self.loss_fn},
+            dataset=self.train_set,
+            sampler=samplers.MPerClassSampler(
+                self.train_set.labels, images, batch_size, length_before_new_iter=batch_size * self.settings.steps
+            ),
+            dataloader_num_workers=0,
+            data_device=self.device,
+            end_of_iteration_hook=after_step,
+        )
+        trainer.train(start_epoch=epoch, num_epochs=epoch)
+        return float(np.mean(seen))
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loss": self.loss_fn}
+
+    def _save(self) -> None:
+        saved = {name: part.state_dict() for name, part in self._state().items()}
+        saved |= {"settings": dataclasses.asdict(self.settings), "history": self.history}
+        unfinished = self.checkpoint.with_suffix(".tmp")
+        torch.save(saved, unfinished)
+        os.replace(unfinished, self.checkpoint)
+
+    def _load(self) -> None:
+        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        here = dataclasses.asdict(self.settings)
+        if saved["settings"] != here:
+            changed = {k: (saved["settings"].get(k), v) for k, v in here.items() if saved["settings"].get(k) != v}
+            raise ValueError(
+                f"{self.checkpoint} was trained with other settings (there, asked for): {changed}; "
+                "choose another --out, or start over with --fresh"
+            )
+        for name, part in self._state().items():
+            part.load_state_dict(saved[name])
+        self.history = saved["history"]
+
+
+def conv_net(dimensions: int) -> nn.Sequential:
+    """Images (B, 1, 28, 28) to embeddings (B, ``dimensions``); three blocks of convolution, norm, ReLU and pooling."""
+    layers: list[nn.Module] = []
+    for channels_in, channels in ((1, 32), (32, 64), (64, 128)):
+        layers += [
+            nn.Conv2d(channels_in, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 9, dimensions))
