@@ -47,7 +47,7 @@ def test_parts_import_the_core_and_one_host(part):
 @pytest.mark.parametrize(
     ("part", "host", "message"),
     [
-        ("pml", "pytorch_metric_learning", 'rambo_plugins.pml needs pytorch-metric-learning: pip install "rambo-plugins[pml]"'),
+        ("pml", "pytorch_metric_learning", 'needs pytorch-metric-learning: pip install "rambo-plugins[pml]"'),
         ("evaluation", "faiss", 'pip install "rambo-plugins[faiss-cpu]"'),
         ("demo", "matplotlib", 'pip install "rambo-plugins[demo]"'),
     ],
@@ -56,7 +56,8 @@ def test_a_missing_host_is_named_with_the_remedy(part, host, message):
     program = f"import sys; sys.modules[{host!r}] = None; import rambo_plugins.{part}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert f"ImportError: {message}" in done.stderr or message in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1]
+    assert f"ImportError: rambo_plugins.{part} needs" in done.stderr
 
 
 def test_the_core_runs_without_any_host():

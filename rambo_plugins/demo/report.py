@@ -108,7 +108,7 @@ def _draw_image(axes: Any, data: ImageClasses, item: int, frame: str | None) -> 
     axes.axis("on")
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.imshow(1 - data.images[item, 0], cmap="gray", vmin=0, vmax=1)
+    axes.imshow(1 - data.images[item, 0].numpy(), cmap="gray", vmin=0, vmax=1)
     for spine in axes.spines.values():
         spine.set_visible(frame is not None)
         spine.set_color(frame)

@@ -161,4 +161,6 @@ def conv_net(dimensions: int) -> nn.Sequential:
             nn.ReLU(),
             nn.MaxPool2d(2),
         ]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 9, dimensions))
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 9, dimensions))
+    # A third faster on a CPU; the overload is missing from torch's annotations.
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
