@@ -30,7 +30,7 @@ def outcome(tmp_path_factory):
 
 def test_it_writes_metrics_curves_and_neighbours(outcome):
     metrics = json.loads((outcome / "metrics.json").read_text())
-    assert [run["loss"] for run in metrics["results"]] == ["rambo-recall", "fastap", "multi-similarity"]
+    assert [run["loss"] for run in metrics["results"]] == ["rambo-recall", "fastap", "contrastive"]
     for run in metrics["results"]:
         assert [epoch["epoch"] for epoch in run["history"]] == [1, 2, 3]
         assert all(0 < epoch[name] <= 1 and epoch["seconds"] > 0 for epoch in run["history"] for name in METRICS)

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the demo's letters are drawn with matp
 pytest.importorskip("sklearn", reason="the demo's digits come with scikit-learn")
 
 from rambo_plugins.demo import glyphs as glyphs_module
-from rambo_plugins.demo.data import OMNIGLOT, SPLITS, ImageClasses, load_split
+from rambo_plugins.demo.data import OMNIGLOT, SPLITS, ImageClasses, askew, load_split
 from rambo_plugins.demo.glyphs import FACES, MIN_IMAGES, SCRIPTS, Glyphs, cache_path, letters, load_glyphs, render
 
 ALPHABETS = {
@@ -160,6 +160,23 @@ def test_test_letters_are_not_met_in_training(cache: Path, glyphs: Glyphs) -> No
     assert not set("АоеՕցш" + "язкп") & set("".join(test.class_names))  # those of a class with Latin, those like ᴙɜᴋᴨ
     assert train.super_names == ["Latin", "Greek"]
     assert test.super_names == ["Cyrillic", "Georgian", "Armenian"]
+
+
+def test_letters_are_seen_askew_within_the_stated_limits(cache: Path, glyphs: Glyphs) -> None:
+    upright, seen = glyphs.images.astype(float), askew(glyphs.images)
+    assert np.array_equal(seen, askew(glyphs.images))
+    assert not np.array_equal(seen, askew(glyphs.images, seed=1))
+    assert seen.dtype == np.uint8
+    train, test = load_split("glyphs", cache_dir=cache)
+    shown = torch.cat([train.images, test.images])[:, 0].numpy()
+    assert np.array_equal((shown * 255).round().astype(np.uint8), seen)  # the classes are in the order of the scripts
+    inside = (upright[:, [0, -1], :].sum((1, 2)) == 0) & (upright[:, :, :6].sum((1, 2)) == 0)
+    inside &= upright[:, :, -6:].sum((1, 2)) == 0  # slim letters, which stay inside the picture
+    area = seen[inside].sum((1, 2)) / upright[inside].sum((1, 2))
+    assert np.percentile(area, [1, 99]) == pytest.approx([1 / 1.21, 1.21], abs=0.05)
+    rows = np.arange(28)
+    moved = [(x.sum(2) * rows).sum(1) / x.sum((1, 2)) for x in (seen[inside].astype(float), upright[inside])]
+    assert 1.0 < np.abs(moved[0] - moved[1]).max() < 4.0  # two pixels, stretched, and sheared off centre
 
 
 # --- the cache ---

@@ -35,7 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--root", type=Path, help="folder of the Omniglot archives, for --data omniglot")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=DEFAULT_LOSSES, metavar="LOSS",
                         help=f"of {', '.join(LOSSES)}")  # fmt: skip
-    parser.add_argument("--seeds", type=_positive, default=2, help="how many")
+    parser.add_argument("--seeds", type=_positive, default=3, help="how many")
     parser.add_argument("--epochs", type=_positive, default=defaults.epochs)
     parser.add_argument("--steps", type=_positive, default=defaults.steps, help="steps an epoch")
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-DEFAULT_LOSSES = ["rambo-recall", "fastap", "multi-similarity"]
+DEFAULT_LOSSES = ["rambo-recall", "fastap", "contrastive"]
 
 
 def _positive(text: str) -> int:
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=UserWarning, module="pytorch_metric_learning")
+    logging.getLogger("PML").setLevel(logging.ERROR)  # it warns of every optional part that is not given
     torch.set_num_threads(args.threads)
     settings = Settings(data=args.data, epochs=args.epochs, steps=args.steps, learning_rate=args.learning_rate)
     folder = args.out
