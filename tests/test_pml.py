@@ -322,6 +322,8 @@ def test_cross_batch_memory(loss_class):
 def test_self_supervised_wrapper(loss_class, symmetric):
     with pytest.raises(Exception, match="not supported"):
         losses.SelfSupervisedLoss(loss_class())
+    with pytest.raises(ValueError, match="memory=0, got memory=3"):
+        RamboSelfSupervisedLoss(loss_class(memory=3), symmetric=symmetric)
     one, two = batch(0)[0], batch(1)[0]
     loss = RamboSelfSupervisedLoss(loss_class(5.0, 0.1), symmetric=symmetric)(one, two)
     index = torch.arange(24)

@@ -7,10 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rambo_plugins.demo.data import ImageClasses
 from rambo_plugins.demo.train import METRICS, Run
@@ -34,19 +34,17 @@ def _version(package: str) -> str:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean and standard deviation over the seeds, of each loss's metrics after its last epoch."""
-    table: dict[str, dict[str, dict[str, float]]] = {}
+    """Of each loss, the mean and the sample standard deviation over the seeds, 0 for one seed: the metrics after the
+    last epoch, and the seconds of training."""
+    table = {}
     for loss_name in dict.fromkeys(result["loss"] for result in results):
-        runs = [result for result in results if result["loss"] == loss_name]
+        histories = [result["history"] for result in results if result["loss"] == loss_name]
+        values = {name: [history[-1][name] for history in histories] for name in METRICS}
+        values["seconds"] = [sum(epoch["seconds"] for epoch in history) for history in histories]
         table[loss_name] = {
-            name: {
-                "mean": float(np.mean([run["history"][-1][name] for run in runs])),
-                "std": float(np.std([run["history"][-1][name] for run in runs])),
-            }
-            for name in METRICS
+            name: {"mean": float(np.mean(seeds)), "std": float(np.std(seeds, ddof=min(1, len(seeds) - 1)))}
+            for name, seeds in values.items()
         }
-        seconds = [sum(epoch["seconds"] for epoch in run["history"]) for run in runs]
-        table[loss_name]["seconds"] = {"mean": float(np.mean(seconds)), "std": float(np.std(seconds))}
     return table
 
 
@@ -71,7 +69,7 @@ def draw_curves(results: list[dict[str, Any]], path: Path) -> None:
             axes.fill_between(epochs, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
         axes.set_xlabel("epoch")
         axes.set_title(f"{TITLES[name]} on classes never seen, %")
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

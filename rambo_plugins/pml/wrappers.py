@@ -11,6 +11,12 @@ from torch import Tensor
 _LOSSES = ["RamboAPLoss", "RamboRecallLoss"]
 
 
+def _refuse_memory(loss: torch.nn.Module, reason: str) -> None:
+    memory = getattr(loss, "memory", None)
+    if memory is not None and memory.batches:
+        raise ValueError(f"{reason}: give the loss memory=0, got memory={memory.batches}")
+
+
 class RamboCrossBatchMemory(CrossBatchMemory):
     """``CrossBatchMemory`` that accepts the RaMBO losses, and whose checkpoint knows how full the queue is.
 
@@ -20,11 +26,7 @@ class RamboCrossBatchMemory(CrossBatchMemory):
 
     def __init__(self, loss: torch.nn.Module, embedding_size: int, memory_size: int = 1024, **kwargs: Any) -> None:
         super().__init__(loss, embedding_size, memory_size, **kwargs)
-        own = getattr(loss, "memory", None)
-        if own is not None and own.batches:
-            raise ValueError(
-                f"RamboCrossBatchMemory holds the memory: give the loss memory=0, got memory={own.batches}"
-            )
+        _refuse_memory(loss, "RamboCrossBatchMemory is a memory itself")
 
     @staticmethod
     def supported_losses() -> list[str]:
@@ -40,6 +42,10 @@ class RamboCrossBatchMemory(CrossBatchMemory):
 
 class RamboSelfSupervisedLoss(SelfSupervisedLoss):
     """``SelfSupervisedLoss`` that accepts the RaMBO losses."""
+
+    def __init__(self, loss: torch.nn.Module, symmetric: bool = True, **kwargs: Any) -> None:
+        super().__init__(loss, symmetric, **kwargs)
+        _refuse_memory(loss, "RamboSelfSupervisedLoss numbers the images of each batch anew")
 
     @staticmethod
     def supported_losses() -> list[str]:
