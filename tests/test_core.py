@@ -15,10 +15,12 @@ from rambo_plugins.core import (
     average_precision_item_loss,
     average_precision_loss,
     check_nan,
+    counting,
     rank,
     rank_loss,
     recall_item_loss,
     recall_loss,
+    sorting,
 )
 
 TABLE = [1.0, 0.5, 0.25, 0.0, 0.125]
@@ -51,11 +53,27 @@ def random_problem(seed):
     return scores, relevance, mask, weights, options
 
 
+KERNELS = {  # the same on all of these: what is meant for long rows is made to run on short ones
+    "counting": {},
+    "counting with a table": {"FEW": 0},
+    "counting in blocks with a table": {"FEW": 0, "BLOCK": 4},
+    "counting in blocks by comparing": {"BLOCK": 3},
+    "counting with one bin": {"FEW": 0, "MOST_BINS": 1},
+    "sorting": {"rank_and_move": sorting.rank_and_move},
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    for name, value in KERNELS[request.param].items():
+        monkeypatch.setattr(counting, name, value)
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_values_and_gradients_equal_loops_from_the_equations(name):
+def test_values_and_gradients_equal_loops_from_the_equations(name, kernel):
     item_loss, oracle_item = LOSSES[name]
     moved = 0
-    for seed in range(800):
+    for seed in range(300):
         scores, relevance, mask, weights, options = random_problem(seed)
         losses, shares, grads = oracles.rank_loss(scores, relevance, oracle_item, mask=mask, weights=weights, **options)
         y = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
@@ -80,7 +98,7 @@ def test_values_and_gradients_equal_loops_from_the_equations(name):
         assert statistics.num_relevant.tolist() == [
             sum(r and (mask is None or mask[q][i]) for i, r in enumerate(row)) for q, row in enumerate(relevance)
         ]
-    assert moved > 150, "the cases must move something"
+    assert moved > 50, "the cases must move something"
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -135,6 +153,48 @@ def test_gradient_is_the_authors_formula_on_distinct_scores(kind, seed):
     loss_fn(tensor, torch.tensor(relevance), lambda_val=lambda_val, margin=margin).backward()
     np.testing.assert_allclose(tensor.grad.numpy(), expected, atol=1e-9)
     assert np.abs(expected).max() > 0
+
+
+def score_like(kind, num_rows, num_items, generator):
+    normal = torch.randn(num_rows, num_items, generator=generator)
+    if kind == "tied":
+        return normal.mul(4).round()
+    if kind == "sorted":
+        return normal.sort(dim=1).values
+    if kind == "constant":
+        return torch.ones_like(normal)
+    if kind == "with outliers":
+        normal[:, :2] *= 1e30
+    return normal
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "sorted", "constant", "with outliers", "trained"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_counting_equals_sorting_on_long_rows(kind, num_rows, monkeypatch):
+    """Rows of all sorts of P, several blocks long; the gradient is the same to the last bit."""
+    monkeypatch.setattr(counting, "BLOCK", 700)
+    generator, moved = torch.Generator().manual_seed(0), 0
+    for num_relevant in (0, 1, 2, 13, 100, 1000, 1999, 2000):
+        scores = score_like(kind, num_rows, 2000, generator)
+        relevance = torch.rand(num_rows, 2000, generator=generator).argsort(1) < num_relevant
+        relevance[1:] &= torch.rand(num_rows - 1, 2000, generator=generator) < 0.7  # rows of unequal P
+        if kind == "trained":
+            scores += 5.0 * relevance
+        mask = torch.rand(num_rows, 2000, generator=generator) < 0.9 if num_relevant == 13 else None
+        results = []
+        for rank_and_move in (counting.rank_and_move, sorting.rank_and_move):
+            monkeypatch.setattr(counting, "rank_and_move", rank_and_move)
+            y = scores.clone().requires_grad_()
+            loss, statistics = rank_loss(
+                y, relevance, recall_item_loss("log"), lambda_val=20.0, margin=0.3, mask=mask, rank_plus_grad=True
+            )
+            loss.backward()
+            results.append((loss, y.grad, *statistics))
+        torch.testing.assert_close(results[0][0], results[1][0])
+        for one, other in zip(results[0][1:], results[1][1:], strict=True):
+            assert torch.equal(one, other) or torch.allclose(one, other, rtol=1e-6)
+        moved += int(results[0][1].count_nonzero())
+    assert moved > 300
 
 
 @pytest.fixture
@@ -361,7 +421,7 @@ def test_a_loss_of_ones_own_is_an_item_loss():
     assert loss.item() == pytest.approx(1 - (1 / 2 + 1 / 3) / 2)
 
 
-SCORES, RELEVANCE = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+SCORES, RELEVANCE = torch.zeros(2, 3), torch.tensor([[True, False, True], [False, True, True]])
 
 
 @pytest.mark.parametrize(
@@ -387,7 +447,11 @@ SCORES, RELEVANCE = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
         ({"weighting": []}, ValueError, r"shape \(M,\)"),
         ({"weighting": 3}, ValueError, r"shape \(M,\)"),
         ({"weighting": object()}, TypeError, "a name, a callable or a table"),
-        ({"weighting": lambda r: r.sum()}, ValueError, r"item_loss must return a tensor of shape \(2, 3\), got \(\)"),
+        (
+            {"weighting": lambda r: r.sum()},
+            ValueError,
+            r"item_loss must return a tensor of the shape .*\(2, 2\), got \(\)",
+        ),
     ],
 )
 def test_bad_input_is_named(change, error, message):
@@ -410,6 +474,7 @@ def test_the_nan_check_can_be_switched_off():
         rank(scores, 1.0)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_infinite_scores_rank_like_any_others():
     for order in itertools.permutations([-float("inf"), 0.0, float("inf")]):
         scores = torch.tensor(order, requires_grad=True)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rambo_plugins.core import checks
+from rambo_plugins.core import checks, counting, sorting
 
 ItemLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``item_loss(rank, rank_plus, num_relevant) -> loss`` of each relevant item, elementwise, differentiable in the first
@@ -151,14 +151,20 @@ def rank_loss(
     present = relevance.any(-1)
     row_weights = present.to(rows.dtype) if weights is None else weights.to(rows.dtype) * present
     share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(rows.dtype)
+    lambda_rows = lambda_val * share.reshape(flat[0], 1)
+    if normalize:
+        lambda_rows = lambda_rows * (flat[1] if mask is None else mask.reshape(flat).sum(-1, keepdim=True))
+    if generator is not None and margin:
+        noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype, device=rows.device).abs()
+        rows, margin = rows + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
     with torch.autocast(scores.device.type, enabled=False):
         losses, *statistics = _RankLoss.apply(
-            _apply_margin(rows, relevance, margin, generator).reshape(flat),
+            rows.reshape(flat),
             relevance.reshape(flat),
             None if mask is None else mask.reshape(flat),
-            lambda_val * share.reshape(flat[0], 1),
+            float(margin),
+            lambda_rows,
             item_loss,
-            normalize,
             rank_plus_grad,
             torch.is_grad_enabled() and scores.requires_grad,
         )
@@ -173,31 +179,31 @@ def rank_loss(
 class _Rank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, lambda_val: float, normalize: bool) -> Tensor:
-        last = None if mask is None else _order(~mask)
-        ranks = _positions(_order(scores, last, descending=True)).to(scores.dtype)
+        ctx.last = None if mask is None else sorting.order_of(~mask)
+        ctx.lambda_val, ctx.normalize = lambda_val, normalize
+        ranks = _Rank.ranks(ctx, scores, mask)
+        ctx.save_for_backward(scores, mask, ranks)
+        return ranks
+
+    @staticmethod
+    def ranks(ctx: Any, scores: Tensor, mask: Tensor | None) -> Tensor:
+        ranks = sorting.positions(sorting.order_of(scores, ctx.last, descending=True)).to(scores.dtype)
         if mask is not None:
             ranks = ranks * mask
-        if normalize:
-            ranks = ranks / _num_ranked(scores, mask)
-        ctx.save_for_backward(scores, mask, last, ranks)
-        ctx.lambda_val, ctx.normalize = lambda_val, normalize
+        if ctx.normalize:
+            ranks = ranks / (scores.shape[-1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1))
         return ranks
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        scores, mask, last, ranks = ctx.saved_tensors
-        moved = scores + ctx.lambda_val * grad
-        moved_ranks = _positions(_order(moved, last, descending=True)).to(scores.dtype)
-        if mask is not None:
-            moved_ranks = moved_ranks * mask
-        if ctx.normalize:
-            moved_ranks = moved_ranks / _num_ranked(scores, mask)
+        scores, mask, ranks = ctx.saved_tensors
+        moved_ranks = _Rank.ranks(ctx, scores + ctx.lambda_val * grad, mask)
         return (moved_ranks - ranks) / ctx.lambda_val, None, None, None
 
 
 class _RankLoss(torch.autograd.Function):
-    """Losses of the rows (Q,) of scores (Q, N), their gradient computed in the forward pass, by sorting twice."""
+    """Losses of the rows (Q,) of scores (Q, N); the forward pass computes the gradient, the backward multiplies it."""
 
     @staticmethod
     def forward(
@@ -205,45 +211,25 @@ class _RankLoss(torch.autograd.Function):
         scores: Tensor,
         relevance: Tensor,
         mask: Tensor | None,
+        margin: float,
         lambda_rows: Tensor,
         item_loss: ItemLoss,
-        normalize: bool,
         rank_plus_grad: bool,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        num_relevant = relevance.sum(-1, keepdim=True)
-        # Sorts are stable, so this order decides among equal scores: irrelevant, then relevant, what is masked last.
-        tie_order = _order(relevance.byte() if mask is None else relevance.byte() + 2 * (~mask).byte())
-        ranks, ranks_plus = _ranks(scores, relevance, tie_order)
+        def item_gradient(
+            ranks: Tensor, ranks_plus: Tensor, relevant: Tensor
+        ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            return _item_gradient(item_loss, ranks, ranks_plus, relevant, scores.dtype)
 
-        with torch.enable_grad():
-            rank = torch.where(relevance, ranks, 1).to(scores.dtype).requires_grad_()
-            rank_plus = torch.where(relevance, ranks_plus, 1).to(scores.dtype).requires_grad_()
-            per_item = item_loss(rank, rank_plus, torch.where(relevance, num_relevant, 1).to(scores.dtype))
-            if not isinstance(per_item, Tensor) or per_item.shape != rank.shape:
-                got = tuple(per_item.shape) if isinstance(per_item, Tensor) else type(per_item).__name__
-                raise ValueError(f"item_loss must return a tensor of shape {tuple(rank.shape)}, got {got}")
-            losses = torch.where(relevance, per_item, 0).sum(-1) / _or_one(num_relevant[:, 0])
-            total = losses.sum()
-        mean_r = torch.where(relevance, ranks - ranks_plus, 0).sum(-1) / _or_one(num_relevant[:, 0])
-
-        grad = torch.zeros_like(scores)
-        if needs_grad and total.requires_grad:
-            to_rank, to_rank_plus = torch.autograd.grad(total, (rank, rank_plus), allow_unused=True)
-            step = lambda_rows * _num_ranked(scores, mask) if normalize else lambda_rows
-            if to_rank is not None:
-                moved_ranks, _ = _ranks(scores + step * to_rank, relevance, tie_order)
-                grad += moved_ranks - ranks
-            if rank_plus_grad and to_rank_plus is not None:
-                _, moved_ranks_plus = _ranks(scores + step * to_rank_plus, relevance, tie_order)
-                grad += torch.where(relevance, moved_ranks_plus - ranks_plus, 0)
-            # A row of weight 0 has a step of 0: nothing moved, and its gradient is 0 and not 0/0.
-            grad /= _or_one(step)
+        rank_and_move = counting.rank_and_move if scores.device.type == "cpu" else sorting.rank_and_move
+        losses, mean_r, num_still, grad = rank_and_move(
+            scores, relevance, mask, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
+        )
         ctx.save_for_backward(grad)
-        zero_gradient = (relevance & (grad == 0)).sum(-1)
-        statistics = num_relevant[:, 0], mean_r.to(scores.dtype), zero_gradient
+        statistics = relevance.sum(-1), mean_r, num_still
         ctx.mark_non_differentiable(*statistics)
-        return losses.detach(), *statistics
+        return losses, *statistics
 
     @staticmethod
     @once_differentiable
@@ -252,39 +238,25 @@ class _RankLoss(torch.autograd.Function):
         return grad.unsqueeze(-1) * unit_grad, *[None] * 7
 
 
-def _ranks(scores: Tensor, relevance: Tensor, tie_order: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank of every item, and of the relevant ones among the relevant; (Q, N) int64."""
-    order = _order(scores, tie_order, descending=True)
-    ranks_plus = relevance.gather(-1, order).cumsum(-1)
-    return _positions(order), torch.empty_like(order).scatter_(-1, order, ranks_plus)
-
-
-def _order(keys: Tensor, tie_order: Tensor | None = None, descending: bool = False) -> Tensor:
-    """Indices that sort the last dimension; equal keys stay in ``tie_order``, or in the order of their indices."""
-    if tie_order is None:
-        return keys.argsort(dim=-1, descending=descending, stable=True)
-    order = keys.gather(-1, tie_order).argsort(dim=-1, descending=descending, stable=True)
-    return tie_order.gather(-1, order)
-
-
-def _positions(order: Tensor) -> Tensor:
-    """The inverse of a permutation of the last dimension, counted from 1."""
-    one_to_n = torch.arange(1, order.shape[-1] + 1, device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, one_to_n)
-
-
-def _num_ranked(scores: Tensor, mask: Tensor | None) -> Tensor | int:
-    """Items that exist in a row, at least 1."""
-    return max(scores.shape[-1], 1) if mask is None else _or_one(mask.sum(-1, keepdim=True))
-
-
-def _apply_margin(scores: Tensor, relevance: Tensor, margin: float, generator: torch.Generator | None) -> Tensor:
-    if margin == 0:
-        return scores
-    shift = torch.where(relevance, -margin / 2, margin / 2).to(scores.dtype)
-    if generator is not None:
-        shift *= torch.randn(shift.shape, generator=generator, dtype=shift.dtype, device=shift.device).abs()
-    return scores + shift
+def _item_gradient(
+    item_loss: ItemLoss, ranks: Tensor, ranks_plus: Tensor, relevant: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses of the rows, means over their relevant items, and the gradients of these to rank and rank⁺."""
+    num_relevant = relevant.sum(-1, keepdim=True)
+    with torch.enable_grad():
+        rank = torch.where(relevant, ranks, 1).to(dtype).requires_grad_()
+        rank_plus = torch.where(relevant, ranks_plus, 1).to(dtype).requires_grad_()
+        per_item = item_loss(rank, rank_plus, torch.where(relevant, num_relevant, 1).to(dtype))
+        if not isinstance(per_item, Tensor) or per_item.shape != rank.shape:
+            got = tuple(per_item.shape) if isinstance(per_item, Tensor) else type(per_item).__name__
+            raise ValueError(
+                f"item_loss must return a tensor of the shape of its ranks, {tuple(rank.shape)}, got {got}"
+            )
+        losses = torch.where(relevant, per_item, 0).sum(-1) / num_relevant[:, 0].clamp(min=1)
+        if not losses.requires_grad:
+            return losses, None, None
+        to_rank, to_rank_plus = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
+    return losses.detach(), to_rank, to_rank_plus
 
 
 def _prepare(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,186 @@
+"""The ranks of the relevant items, and the blackbox gradient of all, by counting instead of sorting.
+
+Only relevant items move, so no order of all N items is needed. The scores of a row's P relevant items, sorted, are
+thresholds between which each irrelevant item falls. How many fall into each interval gives the ranks; the gradient of
+an irrelevant item is the number of relevant items above it after the move less that before it. Both are a look-up of
+the item's interval, in O(log P) at most:
+
+* a few thresholds: a comparison with each;
+* one row: a table of uniform bins over the range of the thresholds tells the interval, or where to begin to compare
+  with the thresholds in the item's own bin;
+* several rows: a binary search for each item.
+
+Items are taken in blocks that stay in the cache, so nothing of the size of the scores is made but the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rambo_plugins.core.sorting import ItemGradient, order_of, positions
+
+BLOCK = 2**17
+"""Items of a block."""
+FEW = 12
+"""Thresholds up to which each item is compared with each."""
+BINS_PER_THRESHOLD, ITEMS_PER_BIN, MOST_BINS = 16, 16, 2**20
+CROWD = 24
+"""Thresholds in one bin above which the items of such bins are searched for among all thresholds."""
+
+
+def rank_and_move(
+    scores: Tensor,
+    relevance: Tensor,
+    mask: Tensor | None,
+    margin: float,
+    step: Tensor,
+    item_gradient: ItemGradient,
+    rank_plus_grad: bool,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    num_rows, num_items = scores.shape
+    losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
+    num_still = torch.zeros(num_rows, dtype=torch.int64)
+    grad = torch.zeros_like(scores) if needs_grad else scores.new_zeros(0)
+    rows_at_once = max(1, BLOCK // max(num_items, 1))
+    for start in range(0, num_rows, rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        num_missing = 0 if mask is None else (~mask[rows]).sum(1)
+        part = _Rows(scores[rows], relevance[rows], num_missing, margin)
+        if part.valid.shape[1] == 0:
+            continue
+        now = _Sorted(part.relevant)
+        ranks_plus, r = now.ranks, now.unsort(part.count(now.ascending))
+        losses[rows], to_rank, to_rank_plus = item_gradient(r + ranks_plus, ranks_plus, part.valid)
+        mean_r[rows] = torch.where(part.valid, r, 0).sum(1) / part.num_relevant.clamp(min=1)
+        num_still[rows] = part.num_relevant
+        if not needs_grad:
+            continue
+        row_step = step[rows]
+        divisor = torch.where(row_step == 0, 1, row_step)
+        moved_by = torch.zeros_like(r)
+        if to_rank is not None:
+            moved = _Sorted(part.relevant + row_step * to_rank)
+            moved_by += part.move(now, moved, divisor, grad[rows]) + moved.ranks - r - ranks_plus
+        if rank_plus_grad and to_rank_plus is not None:
+            moved_by += _Sorted(part.relevant + row_step * to_rank_plus).ranks - ranks_plus
+        num_still[rows] = (part.valid & (moved_by == 0)).sum(1)
+        part.scatter(moved_by.to(scores.dtype) / divisor, grad[rows])
+    return losses, mean_r, num_still, grad
+
+
+class _Sorted:
+    """Scores of relevant items (R, P), their ranks among each other, and the same scores ascending: thresholds."""
+
+    def __init__(self, relevant: Tensor) -> None:
+        self._order = order_of(relevant, descending=True)
+        self.ranks = positions(self._order)
+        self.ascending = relevant.gather(1, self._order).flip(1)
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """Values (R, P) of the ascending thresholds, in the order of the items."""
+        return torch.empty_like(values).scatter_(1, self._order, values.flip(1))
+
+
+class _Rows:
+    """Rows that are worked on together: R rows of N items, the relevant ones packed into (R, P)."""
+
+    def __init__(self, scores: Tensor, relevance: Tensor, num_missing: Tensor | int, margin: float) -> None:
+        self.scores, self.relevance, self.margin = scores, relevance, margin
+        self.row, self.column = relevance.nonzero(as_tuple=True)
+        self.num_relevant = torch.bincount(self.row, minlength=len(scores))
+        self.num_excluded = self.num_relevant + num_missing
+        first = self.num_relevant.cumsum(0) - self.num_relevant
+        self.place = torch.arange(len(self.row)) - first[self.row]
+        self.valid = torch.arange(int(self.num_relevant.max())) < self.num_relevant[:, None]
+        # A row with fewer relevant items ends in -inf: thresholds below every item, whose counts nobody reads.
+        self.relevant = torch.full(self.valid.shape, -torch.inf, dtype=scores.dtype)
+        self.relevant[self.row, self.place] = scores[self.row, self.column] - margin / 2
+
+    def count(self, thresholds: Tensor, values: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Irrelevant items at or above each of the ascending thresholds (R, T).
+
+        With ``values`` (R, T + 1), ``out`` (R, N) takes for each irrelevant item the value at the number of thresholds
+        at or below it.
+        """
+        step = _StepFunction(thresholds, self.scores.shape[1])
+        num_rows, num_intervals = len(thresholds), thresholds.shape[1] + 1
+        held = torch.zeros(num_rows * num_intervals, dtype=torch.int64)
+        row_start = torch.arange(num_rows, dtype=torch.int32)[:, None] * num_intervals
+        for start in range(0, self.scores.shape[1], BLOCK):
+            block = slice(start, start + BLOCK)
+            irrelevant = (self.scores[:, block] + self.margin / 2).masked_fill_(self.relevance[:, block], -torch.inf)
+            interval = step(irrelevant) if num_rows == 1 else step(irrelevant) + row_start
+            held += torch.bincount(interval.flatten(), minlength=len(held))
+            if values is not None and out is not None:
+                out[:, block] = values.flatten().index_select(0, interval.flatten().int()).view_as(irrelevant)
+        held = held.view(num_rows, num_intervals)
+        # What is not irrelevant was counted at -inf.
+        held.scatter_add_(1, (thresholds == -torch.inf).sum(1, keepdim=True), -self.num_excluded[:, None])
+        return held[:, 1:].flip(1).cumsum(1).flip(1)
+
+    def move(self, now: _Sorted, moved: _Sorted, divisor: Tensor, grad: Tensor) -> Tensor:
+        """r (R, P) after the move; the irrelevant items' gradient goes to ``grad`` (R, N)."""
+        old, new = now.ascending, moved.ascending
+        one_by_one = torch.arange(old.shape[1])
+        old_place = one_by_one + torch.searchsorted(new, old)
+        new_place = one_by_one + torch.searchsorted(old, new, right=True)
+        both = torch.cat([old, new], 1)
+        both = torch.empty_like(both).scatter_(1, torch.cat([old_place, new_place], 1), both)
+        # By how many of both are at or below an item: those before the move, less those after it.
+        passed = torch.ones_like(both).scatter_(1, new_place, -1.0).cumsum(1)
+        values = torch.cat([torch.zeros_like(divisor), passed / divisor], 1)
+        return moved.unsort(self.count(both, values, grad).gather(1, new_place))
+
+    def scatter(self, values: Tensor, out: Tensor) -> None:
+        """Values (R, P) of the relevant items to their places in (R, N)."""
+        out[self.row, self.column] = values[self.row, self.place]
+
+
+class _StepFunction:
+    """How many of the ascending thresholds (R, T) of its row lie at or below a score."""
+
+    def __init__(self, thresholds: Tensor, num_items: int) -> None:
+        self.thresholds = thresholds
+        self._table: Tensor | None = None
+        num_rows, num = thresholds.shape
+        finite = thresholds[thresholds.isfinite()]
+        if num_rows > 1 or num <= FEW or len(finite) == 0:
+            return
+        bins = min(max(BINS_PER_THRESHOLD * num, num_items // ITEMS_PER_BIN), MOST_BINS)
+        self._low, self._scale, self._last = finite[0], bins / (finite[-1] - finite[0]), float(bins + 2)
+        if not 0 < self._scale < torch.inf:  # all equal, or further apart than floats reach
+            return
+        # What is below the first bin, the bins, what is above them: how many thresholds are below the bin, and where it
+        # holds some itself, the complement of that number.
+        held = torch.bincount(self._bin(thresholds[0]), minlength=bins + 3)
+        below = held.cumsum(0) - held
+        self._table = torch.where(held == 0, below, ~below).int()
+        self._most_held = int(held.max())
+        self._ended = torch.cat([thresholds[0], thresholds.new_full((1,), torch.nan)])
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """(R, n) to integers (R, n)."""
+        if self.thresholds.shape[1] <= FEW:
+            count = torch.zeros(scores.shape, dtype=torch.uint8)
+            for threshold in self.thresholds.unbind(1):
+                count += scores >= threshold[:, None]
+            return count
+        if self._table is None:
+            return torch.searchsorted(self.thresholds, scores, right=True, out_int32=True)
+        count = self._table.index_select(0, self._bin(scores[0]))
+        unsure = (count < 0).nonzero()[:, 0]
+        score = scores[0].index_select(0, unsure)
+        if self._most_held > CROWD:
+            found = torch.searchsorted(self.thresholds[0], score, right=True, out_int32=True)
+        else:
+            found = count.index_select(0, unsure).bitwise_not_()
+            for _ in range(self._most_held):
+                found += self._ended.index_select(0, found) <= score
+        return count.index_copy_(0, unsure, found)[None]
+
+    def _bin(self, values: Tensor) -> Tensor:
+        """Never less for a greater value, however the arithmetic rounds: values in two bins are in their order."""
+        return (values - self._low).mul_(self._scale).add_(1).clamp_(0, self._last).int()

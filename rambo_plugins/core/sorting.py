@@ -1,0 +1,79 @@
+"""The ranks and the blackbox gradient of all items by sorting them twice: no synchronisation with the device.
+
+The kernel of ``rank_loss`` on a GPU, and the sorts of ``rank``. Sorts are stable, so among equal scores the order
+before the sort decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ItemGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, "Tensor | None", "Tensor | None"]]
+"""(rank, rank⁺, which are relevant) -> losses of the rows, their gradients to rank and to rank⁺."""
+
+
+def rank_and_move(
+    scores: Tensor,
+    relevance: Tensor,
+    mask: Tensor | None,
+    margin: float,
+    step: Tensor,
+    item_gradient: ItemGradient,
+    rank_plus_grad: bool,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rank the relevant items, move them along the gradient of their loss, rank again.
+
+    Args:
+        scores: (Q, N) float32 or float64, -inf where an item does not exist.
+        relevance: (Q, N) bool, False where an item does not exist.
+        mask: (Q, N) bool, which items exist; None: all.
+        margin: α.
+        step: (Q, 1), what the gradient of a row's own loss is multiplied with for the move.
+        item_gradient: the losses of the rows and their gradients, from ranks of relevant items.
+        rank_plus_grad: let rank⁺ carry a gradient too.
+        needs_grad: without it nothing moves.
+
+    Returns:
+        (Q,) losses, (Q,) mean r, (Q,) number of relevant items that do not move, and (Q, N) the gradient.
+    """
+    num_relevant = relevance.sum(-1)
+    # Among equals: irrelevant items first, then relevant ones, what does not exist last.
+    tie_order = order_of(relevance.byte() if mask is None else relevance.byte() + 2 * (~mask).byte())
+    if margin:
+        scores = scores + torch.where(relevance, -margin / 2, margin / 2).to(scores.dtype)
+    ranks, ranks_plus = _ranks(scores, relevance, tie_order)
+    losses, to_rank, to_rank_plus = item_gradient(ranks, ranks_plus, relevance)
+    mean_r = torch.where(relevance, ranks - ranks_plus, 0).sum(-1) / num_relevant.clamp(min=1)
+    moved_by = torch.zeros_like(ranks)
+    if needs_grad and to_rank is not None:
+        moved_by += _ranks(scores + step * to_rank, relevance, tie_order)[0] - ranks
+    if needs_grad and rank_plus_grad and to_rank_plus is not None:
+        moved_plus = _ranks(scores + step * to_rank_plus, relevance, tie_order)[1] - ranks_plus
+        moved_by += torch.where(relevance, moved_plus, 0)
+    grad = moved_by.to(scores.dtype) / torch.where(step == 0, 1, step)
+    return losses, mean_r.to(scores.dtype), (relevance & (moved_by == 0)).sum(-1), grad
+
+
+def _ranks(scores: Tensor, relevance: Tensor, tie_order: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank of every item, and of the relevant ones among the relevant; (Q, N) int64."""
+    order = order_of(scores, tie_order, descending=True)
+    ranks_plus = relevance.gather(-1, order).cumsum(-1)
+    return positions(order), torch.empty_like(order).scatter_(-1, order, ranks_plus)
+
+
+def order_of(keys: Tensor, tie_order: Tensor | None = None, descending: bool = False) -> Tensor:
+    """Indices that sort the last dimension; equal keys stay in ``tie_order``, or in the order of their indices."""
+    if tie_order is None:
+        return keys.argsort(dim=-1, descending=descending, stable=True)
+    order = keys.gather(-1, tie_order).argsort(dim=-1, descending=descending, stable=True)
+    return tie_order.gather(-1, order)
+
+
+def positions(order: Tensor) -> Tensor:
+    """The inverse of a permutation of the last dimension, counted from 1."""
+    one_to_n = torch.arange(1, order.shape[-1] + 1, device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, one_to_n)
