@@ -20,12 +20,14 @@ from torch import Tensor
 
 from rambo_plugins.core.sorting import ItemGradient, order_of, positions
 
+SMALL = 2**12
+"""Items of a whole problem below which sorting is faster."""
 BLOCK = 2**17
 """Items of a block."""
 FEW = 12
 """Thresholds up to which each item is compared with each."""
 BINS_PER_THRESHOLD, ITEMS_PER_BIN, MOST_BINS = 16, 16, 2**20
-CROWD = 24
+CROWD = 64
 """Thresholds in one bin above which the items of such bins are searched for among all thresholds."""
 
 
@@ -155,10 +157,10 @@ class _StepFunction:
             return
         # What is below the first bin, the bins, what is above them: how many thresholds are below the bin, and where it
         # holds some itself, the complement of that number.
-        held = torch.bincount(self._bin(thresholds[0]), minlength=bins + 3)
-        below = held.cumsum(0) - held
-        self._table = torch.where(held == 0, below, ~below).int()
-        self._most_held = int(held.max())
+        held = torch.bincount(self._bin(thresholds[0]), minlength=bins + 3).int()
+        below = held.cumsum(0, dtype=torch.int32).sub_(held)
+        self._table = below.bitwise_xor_(-(held > 0).int())
+        self._crowded = int(held.max()) > CROWD
         self._ended = torch.cat([thresholds[0], thresholds.new_full((1,), torch.nan)])
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -173,13 +175,16 @@ class _StepFunction:
         count = self._table.index_select(0, self._bin(scores[0]))
         unsure = (count < 0).nonzero()[:, 0]
         score = scores[0].index_select(0, unsure)
-        if self._most_held > CROWD:
+        if self._crowded:
             found = torch.searchsorted(self.thresholds[0], score, right=True, out_int32=True)
-        else:
-            found = count.index_select(0, unsure).bitwise_not_()
-            for _ in range(self._most_held):
-                found += self._ended.index_select(0, found) <= score
-        return count.index_copy_(0, unsure, found)[None]
+            return count.index_copy_(0, unsure, found)[None]
+        found = count.index_select(0, unsure).bitwise_not_()
+        while len(unsure):
+            higher = self._ended.index_select(0, found) <= score
+            count.index_copy_(0, unsure, found.add_(higher))
+            on = higher.nonzero()[:, 0]
+            unsure, score, found = (values.index_select(0, on) for values in (unsure, score, found))
+        return count[None]
 
     def _bin(self, values: Tensor) -> Tensor:
         """Never less for a greater value, however the arithmetic rounds: values in two bins are in their order."""

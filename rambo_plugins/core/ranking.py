@@ -222,7 +222,8 @@ class _RankLoss(torch.autograd.Function):
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return _item_gradient(item_loss, ranks, ranks_plus, relevant, scores.dtype)
 
-        rank_and_move = counting.rank_and_move if scores.device.type == "cpu" else sorting.rank_and_move
+        by_counting = scores.device.type == "cpu" and scores.numel() >= counting.SMALL
+        rank_and_move = counting.rank_and_move if by_counting else sorting.rank_and_move
         losses, mean_r, num_still, grad = rank_and_move(
             scores, relevance, mask, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
         )

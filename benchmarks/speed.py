@@ -1,0 +1,242 @@
+"""Speed of the average-precision loss, forward and backward, against other ways to compute it: Table 6 of the paper.
+
+    python benchmarks/speed.py                              # N from 1,000 to 100 million, a quarter of an hour
+    python benchmarks/speed.py --largest 1e6 --out speed    # writes speed.json and speed.png
+
+All in one run, one after the other on the same scores, median of several repetitions; what the table gives is the
+ratio. Competitors: two full sorts (``core/sorting.py``); a loop over the relevant items, the way AP-loss computes its
+exact gradient; binary cross-entropy on the same scores as the floor; PML's FastAP and SmoothAP where the similarity
+matrix of a batch fits. The peak memory is that of a process of its own for each N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from matplotlib.figure import Figure
+from torch.nn.functional import binary_cross_entropy_with_logits
+from tqdm import tqdm
+
+from rambo_plugins.core import average_precision_loss, counting, sorting
+
+SIZES = [10**k for k in range(3, 9)]
+SHARES = [1e-4, 1e-3, 1e-2, 1e-1, 0.5]
+ROWS = [(128, 128, 3), (128, 512, 12), (256, 65_536, 4), (4096, 65_536, 4), (80, 4096, 50)]
+OPTIONS = {"lambda_val": 0.5, "margin": 0.15}
+TIME_LIMIT = 20.0  # seconds that one repetition of a competitor may take; a larger problem is then left out
+
+
+def problem(num_rows: int, num_items: int, num_relevant: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal scores, relevant items anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(num_rows, num_items, generator=generator)
+    relevance = torch.zeros(num_rows, num_items, dtype=torch.bool)
+    places = torch.randint(num_items, (num_rows, num_relevant), generator=generator)
+    relevance.scatter_(1, places, True)
+    return scores.to(device).requires_grad_(), relevance.to(device)
+
+
+def ours(scores: torch.Tensor, relevance: torch.Tensor) -> None:
+    average_precision_loss(scores, relevance, **OPTIONS).backward()
+
+
+def two_sorts(scores: torch.Tensor, relevance: torch.Tensor) -> None:
+    with mock.patch.object(counting, "rank_and_move", sorting.rank_and_move):
+        average_precision_loss(scores, relevance, **OPTIONS).backward()
+
+
+def cross_entropy(scores: torch.Tensor, relevance: torch.Tensor) -> None:
+    binary_cross_entropy_with_logits(scores, relevance.to(scores.dtype)).backward()
+
+
+def loop_over_relevant(scores: torch.Tensor, relevance: torch.Tensor) -> None:
+    """AP-loss's error-driven gradient (Chen et al., CVPR 2019): for each relevant item, those irrelevant within δ."""
+    with torch.no_grad():
+        delta, grad = OPTIONS["margin"], torch.zeros_like(scores)
+        for row, (values, relevant) in enumerate(zip(scores, relevance, strict=True)):
+            positive, places = values[relevant], relevant.nonzero()[:, 0]
+            irrelevant = ~relevant
+            near = irrelevant & (values >= positive.min() - delta)
+            candidates, candidate_places = values[near], near.nonzero()[:, 0]
+            for value, place in zip(positive.tolist(), places.tolist(), strict=True):
+                above_irrelevant = ((candidates - value) / (2 * delta) + 0.5).clamp_(0, 1)
+                above_relevant = ((positive - value) / (2 * delta) + 0.5).clamp_(0, 1)
+                share = above_irrelevant / (0.5 + above_relevant.sum() + above_irrelevant.sum()) / len(positive)
+                grad[row, candidate_places] += share
+                grad[row, place] -= share.sum()
+        scores.grad = grad
+
+
+COMPETITORS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "ours": ours,
+    "two sorts": two_sorts,
+    "loop over relevant": loop_over_relevant,
+    "cross-entropy": cross_entropy,
+}
+
+
+def seconds(run: Callable[[], None], device: str, repetitions: int) -> float:
+    """Median of the repetitions, after one that does not count."""
+    times = []
+    for _ in range(repetitions + 1):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def measure(num_rows: int, num_items: int, num_relevant: int, device: str, skip: set[str]) -> dict[str, float]:
+    """Seconds of each competitor; those that have become too slow are added to ``skip``."""
+    scores, relevance = problem(num_rows, num_items, num_relevant, device)
+    repetitions = 9 if scores.numel() <= 10**6 else 3
+    times = {}
+    for name, run in COMPETITORS.items():
+        if name in skip:
+            continue
+
+        def once(run: Callable[[torch.Tensor, torch.Tensor], None] = run) -> None:
+            scores.grad = None
+            run(scores, relevance)
+
+        start = time.perf_counter()
+        once()
+        if time.perf_counter() - start > TIME_LIMIT:
+            times[name] = time.perf_counter() - start
+            skip.add(name)
+            continue
+        times[name] = seconds(once, device, repetitions)
+    return times
+
+
+def metric_learning(batch: int, device: str) -> dict[str, float]:
+    """Seconds of a batch of embeddings through PML's rank losses and ours, the similarity matrix included."""
+    from pytorch_metric_learning.losses import FastAPLoss, SmoothAPLoss
+
+    from rambo_plugins.pml import RamboAPLoss
+
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(batch, 64, generator=generator).to(device).requires_grad_()
+    labels = torch.arange(batch // 4).repeat_interleave(4).to(device)
+    losses = {"ours": RamboAPLoss(), "FastAP": FastAPLoss()}
+    if batch <= 512:  # SmoothAP makes B³ floats
+        losses["SmoothAP"] = SmoothAPLoss()
+    return {
+        name: seconds(lambda loss=loss: loss(embeddings, labels).backward(), device, 9) for name, loss in losses.items()
+    }
+
+
+def peak_memory(num_items: int, num_relevant: int) -> int:
+    """Bytes at most resident in a process that makes the problem and computes our loss and its gradient."""
+    command = [sys.executable, __file__, "--memory-of", str(num_items), str(num_relevant)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _peak_of_this_process() -> int:
+    status = Path("/proc/self/status")  # the counter of getrusage starts at what the parent process had
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def slope(points: list[dict], name: str) -> float:
+    """Least-squares slope of log time over log N, from N = 100,000 on, at P/N = 1 %."""
+    chosen = [(p["items"], p["seconds"][name]) for p in points if p["share"] == 0.01 and p["items"] >= 10**5]
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in zip(*chosen, strict=True))
+    return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+
+
+def draw(points: list[dict], path: Path) -> None:
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    shares = [share for share in SHARES if any(p["share"] == share for p in points)][-4:]
+    for axes, share in zip(figure.subplots(1, len(shares), sharey=True), shares, strict=True):
+        for name in COMPETITORS:
+            line = [
+                (p["items"], 1e3 * p["seconds"][name]) for p in points if p["share"] == share and name in p["seconds"]
+            ]
+            axes.loglog(*zip(*line, strict=True), marker="o", markersize=3, label=name)
+        axes.set_title(f"P/N = {share:g}")
+        axes.set_xlabel("N")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("forward + backward, ms")
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def markdown(points: list[dict]) -> str:
+    """One line a problem: our time, and how many times as long the others take."""
+    others = [name for name in COMPETITORS if name != "ours"]
+    lines = [f"| rows × N, P | ours | {' | '.join(others)} |", f"|---|---|{'---|' * len(others)}"]
+    for p in points:
+        own = p["seconds"]["ours"]
+        ratios = [f"{p['seconds'][n] / own:.2g} ×" if n in p["seconds"] else "–" for n in others]
+        lines.append(
+            f"| {p['rows']:,} × {p['items']:,}, {p['relevant']:,} | {1e3 * own:,.2f} ms | {' | '.join(ratios)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=float, default=1e8, help="N of the longest row")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speed")
+    parser.add_argument("--memory-of", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        ours(*problem(1, *args.memory_of, "cpu"))
+        print(_peak_of_this_process())
+        return
+
+    shapes = [(1, n, max(1, round(n * share)), share) for share in SHARES for n in SIZES if n <= args.largest]
+    shapes = [shape for shape in shapes if shape[1] * shape[3] >= 1]
+    shapes += [(*rows, None) for rows in ROWS if rows[0] * rows[1] <= args.largest * 4]
+    points: list[dict] = []
+    skip: set[str] = set()
+    for number, (num_rows, num_items, num_relevant, share) in enumerate(tqdm(shapes)):
+        if number == 0 or share != shapes[number - 1][3]:
+            skip = set()
+        times = measure(num_rows, num_items, num_relevant, args.device, skip)
+        points.append(
+            {"rows": num_rows, "items": num_items, "relevant": num_relevant, "share": share, "seconds": times}
+        )
+    outcome = {
+        "device": args.device if args.device == "cpu" else torch.cuda.get_device_name(),
+        "threads": args.threads,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("torch", "pytorch-metric-learning")},
+        },
+        "seed": 0,
+        "points": points,
+        "slope": {name: slope(points, name) for name in ("ours", "two sorts")} if args.largest >= 10**6 else None,
+        "metric_learning": {b: metric_learning(b, args.device) for b in (128, 512, 2048) if b <= args.largest},
+        "peak_memory": {n: peak_memory(n, n // 100) for n in SIZES if n <= args.largest and args.device == "cpu"},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(outcome, indent=1) + "\n")
+    draw([p for p in points if p["share"]], args.out.with_suffix(".png"))
+    print(markdown(points))
+    print(f"log-log slope in N at P/N = 1 %: {outcome['slope']}")
+    print(f"peak memory: { ({n: f'{bytes / 2**30:.2f} GiB' for n, bytes in outcome['peak_memory'].items()}) }")
+    print(f"batches of embeddings, seconds: {outcome['metric_learning']}")
+
+
+if __name__ == "__main__":
+    main()
