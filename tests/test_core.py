@@ -54,11 +54,11 @@ def random_problem(seed):
 
 
 KERNELS = {  # the same on all of these: what is meant for long rows is made to run on short ones
-    "counting": {"SMALL": 0},
-    "counting with a table": {"SMALL": 0, "FEW": 0},
-    "counting in blocks with a table": {"SMALL": 0, "FEW": 0, "BLOCK": 4},
-    "counting in blocks by comparing": {"SMALL": 0, "BLOCK": 3},
-    "counting with one bin": {"SMALL": 0, "FEW": 0, "MOST_BINS": 1, "CROWD": 3},
+    "counting": {"SMALL": 0, "MOST_RELEVANT": 1.0},
+    "counting with a table": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0},
+    "counting in blocks with a table": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0, "BLOCK": 4},
+    "counting in blocks by comparing": {"SMALL": 0, "MOST_RELEVANT": 1.0, "BLOCK": 3},
+    "counting with one bin": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0, "MOST_BINS": 1, "CROWD": 3},
     "sorting": {},
 }
 
@@ -174,6 +174,7 @@ def test_counting_equals_sorting_on_long_rows(kind, num_rows, monkeypatch):
     """Rows of all sorts of P, several blocks long; the gradient is the same to the last bit."""
     monkeypatch.setattr(counting, "BLOCK", 700)
     monkeypatch.setattr(counting, "SMALL", 0)
+    monkeypatch.setattr(counting, "MOST_RELEVANT", 1.0)
     generator, moved = torch.Generator().manual_seed(0), 0
     for num_relevant in (0, 1, 2, 13, 100, 1000, 1999, 2000):
         scores = score_like(kind, num_rows, 2000, generator)

@@ -222,9 +222,8 @@ class _RankLoss(torch.autograd.Function):
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return _item_gradient(item_loss, ranks, ranks_plus, relevant, scores.dtype)
 
-        by_counting = scores.device.type == "cpu" and scores.numel() >= counting.SMALL
-        rank_and_move = counting.rank_and_move if by_counting else sorting.rank_and_move
-        losses, mean_r, num_still, grad = rank_and_move(
+        kernel = counting if counting.is_faster(scores, relevance) else sorting
+        losses, mean_r, num_still, grad = kernel.rank_and_move(
             scores, relevance, mask, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
         )
         ctx.save_for_backward(grad)
