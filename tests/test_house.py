@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_the_tables_of_the_readme_are_the_results_that_are_committed():
         outcome = json.loads((ROOT / name).read_text())
         assert markdown_table(outcome["summary"]) in README, f"{name}: the table of README.md is another one"
     assert "<!-- table: benchmarks/results/demo.json -->" in README
+
+
+def test_the_lines_on_speed_in_the_readme_are_the_results_that_are_committed():
+    speed = runpy.run_path(str(ROOT / "benchmarks" / "speed.py"))
+    points = json.loads((ROOT / "benchmarks" / "results" / "speed.json").read_text())["points"]
+    lines = re.findall(r"^\| \S+ × \S+, \S+ \|.*", README, flags=re.MULTILINE)
+    assert len(lines) > 5
+    assert set(lines) <= set(speed["markdown"](points).splitlines())
 
 
 def test_the_test_command_of_the_readme_is_what_ci_runs():

@@ -6,9 +6,8 @@ an irrelevant item is the number of relevant items above it after the move less 
 the item's interval, in O(log P) at most:
 
 * a few thresholds: a comparison with each;
-* one row: a table of uniform bins over the range of the thresholds tells the interval, or where to begin to compare
-  with the thresholds in the item's own bin;
-* several rows: a binary search for each item.
+* else a table of uniform bins over the range of the row's thresholds tells the interval, or where to begin to compare
+  with the thresholds in the item's own bin.
 
 Items are taken in blocks that stay in the cache, so nothing of the size of the scores is made but the gradient.
 """
@@ -24,18 +23,18 @@ SMALL, MOST_RELEVANT = 2**13, 0.25
 """Items of a whole problem below which, and share of the relevant items above which, sorting is faster."""
 BLOCK = 2**17
 """Items of a block."""
-FEW = 12
+FEW = 5
 """Thresholds up to which each item is compared with each."""
 BINS_PER_THRESHOLD, ITEMS_PER_BIN, MOST_BINS = 16, 16, 2**20
 CROWD = 64
 """Thresholds in one bin above which the items of such bins are searched for among all thresholds."""
 
 
-def is_faster(scores: Tensor, relevance: Tensor) -> bool:
+def is_faster(scores: Tensor, num_relevant: Tensor) -> bool:
     """Than sorting, by the measurements of ``benchmarks/speed.py``; on a GPU it would wait for the device."""
     if scores.device.type != "cpu" or scores.numel() < SMALL:
         return False
-    return int(relevance.count_nonzero()) <= MOST_RELEVANT * scores.numel()
+    return int(num_relevant.sum()) <= MOST_RELEVANT * scores.numel()
 
 
 def rank_and_move(
@@ -100,35 +99,35 @@ class _Rows:
         self.scores, self.relevance, self.margin = scores, relevance, margin
         self.row, self.column = relevance.nonzero(as_tuple=True)
         self.num_relevant = torch.bincount(self.row, minlength=len(scores))
-        self.num_excluded = self.num_relevant + num_missing
         first = self.num_relevant.cumsum(0) - self.num_relevant
         self.place = torch.arange(len(self.row)) - first[self.row]
         self.valid = torch.arange(int(self.num_relevant.max())) < self.num_relevant[:, None]
         # A row with fewer relevant items ends in -inf: thresholds below every item, whose counts nobody reads.
-        self.relevant = torch.full(self.valid.shape, -torch.inf, dtype=scores.dtype)
-        self.relevant[self.row, self.place] = scores[self.row, self.column] - margin / 2
+        packed = torch.full(self.valid.shape, -torch.inf, dtype=scores.dtype)
+        packed[self.row, self.place] = scores[self.row, self.column]
+        self.relevant, self._as_irrelevant = packed - margin / 2, packed + margin / 2
+        self._num_at_minus_infinity = num_missing - (~self.valid).sum(1)
 
     def count(self, thresholds: Tensor, values: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Irrelevant items at or above each of the ascending thresholds (R, T).
 
-        With ``values`` (R, T + 1), ``out`` (R, N) takes for each irrelevant item the value at the number of thresholds
-        at or below it.
+        With ``values`` (R, T + 1), ``out`` (R, N) takes for each item the value at the number of thresholds at or below
+        it, as if it were irrelevant.
         """
         step = _StepFunction(thresholds, self.scores.shape[1])
-        num_rows, num_intervals = len(thresholds), thresholds.shape[1] + 1
-        held = torch.zeros(num_rows * num_intervals, dtype=torch.int64)
-        row_start = torch.arange(num_rows, dtype=torch.int32)[:, None] * num_intervals
+        above = torch.zeros(thresholds.shape, dtype=torch.int64)
         for start in range(0, self.scores.shape[1], BLOCK):
             block = slice(start, start + BLOCK)
-            irrelevant = (self.scores[:, block] + self.margin / 2).masked_fill_(self.relevance[:, block], -torch.inf)
-            interval = step(irrelevant) if num_rows == 1 else step(irrelevant) + row_start
-            held += torch.bincount(interval.flatten(), minlength=len(held))
+            scores = self.scores[:, block] + self.margin / 2
+            interval = step(scores, above)
             if values is not None and out is not None:
-                out[:, block] = values.flatten().index_select(0, interval.flatten().int()).view_as(irrelevant)
-        held = held.view(num_rows, num_intervals)
-        # What is not irrelevant was counted at -inf.
-        held.scatter_add_(1, (thresholds == -torch.inf).sum(1, keepdim=True), -self.num_excluded[:, None])
-        return held[:, 1:].flip(1).cumsum(1).flip(1)
+                out[:, block] = values.flatten().index_select(0, interval.flatten()).view_as(scores)
+        # All items were counted, as if they were irrelevant; those that are not, and those that do not exist, are taken
+        # back. The latter lie at -inf, as does what fills up the relevant items.
+        not_irrelevant = torch.zeros_like(above)
+        step(self._as_irrelevant, not_irrelevant)
+        above -= not_irrelevant
+        return above - (thresholds == -torch.inf) * self._num_at_minus_infinity[:, None]
 
     def move(self, now: _Sorted, moved: _Sorted, divisor: Tensor, grad: Tensor) -> Tensor:
         """r (R, P) after the move; the irrelevant items' gradient goes to ``grad`` (R, N)."""
@@ -153,46 +152,52 @@ class _StepFunction:
 
     def __init__(self, thresholds: Tensor, num_items: int) -> None:
         self.thresholds = thresholds
-        self._table: Tensor | None = None
         num_rows, num = thresholds.shape
-        finite = thresholds[thresholds.isfinite()]
-        if num_rows > 1 or num <= FEW or len(finite) == 0:
+        # The intervals of all rows are numbered through, T + 1 a row.
+        self._row_start = torch.arange(num_rows, dtype=torch.int32)[:, None] * (num + 1)
+        if num <= FEW:
             return
-        bins = min(max(BINS_PER_THRESHOLD * num, num_items // ITEMS_PER_BIN), MOST_BINS)
-        self._low, self._scale, self._last = finite[0], bins / (finite[-1] - finite[0]), float(bins + 2)
-        if not 0 < self._scale < torch.inf:  # all equal, or further apart than floats reach
-            return
-        # What is below the first bin, the bins, what is above them: how many thresholds are below the bin, and where it
-        # holds some itself, the complement of that number.
-        held = torch.bincount(self._bin(thresholds[0]), minlength=bins + 3).int()
-        below = held.cumsum(0, dtype=torch.int32).sub_(held)
-        self._table = below.bitwise_xor_(-(held > 0).int())
+        bins = min(max(BINS_PER_THRESHOLD * num, num_items // ITEMS_PER_BIN), max(1, MOST_BINS // num_rows))
+        finite, largest = thresholds.isfinite(), torch.finfo(thresholds.dtype).max
+        low = torch.where(finite, thresholds, largest).amin(1, keepdim=True)
+        high = torch.where(finite, thresholds, -largest).amax(1, keepdim=True)
+        self._low, self._scale = low, (bins / (high - low)).clamp(1 / largest, largest)
+        self._last, self._bin_start = float(bins + 2), torch.arange(num_rows, dtype=torch.int32)[:, None] * (bins + 3)
+        # What is below the first bin, the bins, what is above them: the interval where no threshold is in the bin, and
+        # else the complement of the first of its intervals.
+        held = torch.bincount(self._bin(thresholds).flatten(), minlength=num_rows * (bins + 3)).int().view(num_rows, -1)
+        first = held.cumsum(1, dtype=torch.int32).sub_(held).add_(self._row_start)
+        self._table = first.bitwise_xor_(-(held > 0).int()).flatten()
         self._crowded = int(held.max()) > CROWD
-        self._ended = torch.cat([thresholds[0], thresholds.new_full((1,), torch.nan)])
+        # A row's thresholds end in one that no score reaches.
+        self._ended = torch.cat([thresholds, thresholds.new_full((num_rows, 1), torch.nan)], 1).flatten()
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """(R, n) to integers (R, n)."""
-        if self.thresholds.shape[1] <= FEW:
+    def __call__(self, scores: Tensor, above: Tensor) -> Tensor:
+        """The intervals (R, n) of scores (R, n); adds how many lie at or above each threshold to ``above`` (R, T)."""
+        num_rows, num = self.thresholds.shape
+        if num <= FEW:
             count = torch.zeros(scores.shape, dtype=torch.uint8)
-            for threshold in self.thresholds.unbind(1):
-                count += scores >= threshold[:, None]
-            return count
-        if self._table is None:
-            return torch.searchsorted(self.thresholds, scores, right=True, out_int32=True)
-        count = self._table.index_select(0, self._bin(scores[0]))
-        unsure = (count < 0).nonzero()[:, 0]
-        score = scores[0].index_select(0, unsure)
+            for place, threshold in enumerate(self.thresholds.unbind(1)):
+                reached = (scores >= threshold[:, None]).view(torch.uint8)
+                above[:, place] += reached.sum(1, dtype=torch.int32)
+                count += reached
+            return count + self._row_start
+        interval = self._table.index_select(0, self._bin(scores).flatten())
+        unsure = (interval < 0).nonzero()[:, 0]
         if self._crowded:
-            found = torch.searchsorted(self.thresholds[0], score, right=True, out_int32=True)
-            return count.index_copy_(0, unsure, found)[None]
-        found = count.index_select(0, unsure).bitwise_not_()
-        while len(unsure):
-            higher = self._ended.index_select(0, found) <= score
-            count.index_copy_(0, unsure, found.add_(higher))
-            on = higher.nonzero()[:, 0]
-            unsure, score, found = (values.index_select(0, on) for values in (unsure, score, found))
-        return count[None]
+            found = torch.searchsorted(self.thresholds, scores, right=True, out_int32=True) + self._row_start
+            interval.index_copy_(0, unsure, found.flatten().index_select(0, unsure))
+        else:
+            score, found = scores.flatten().index_select(0, unsure), interval.index_select(0, unsure).bitwise_not_()
+            while len(unsure):
+                higher = self._ended.index_select(0, found) <= score
+                interval.index_copy_(0, unsure, found.add_(higher))
+                on = higher.nonzero()[:, 0]
+                unsure, score, found = (values.index_select(0, on) for values in (unsure, score, found))
+        held = torch.bincount(interval, minlength=num_rows * (num + 1)).view(num_rows, num + 1)
+        above += held[:, 1:].flip(1).cumsum(1).flip(1)
+        return interval.view_as(scores)
 
     def _bin(self, values: Tensor) -> Tensor:
         """Never less for a greater value, however the arithmetic rounds: values in two bins are in their order."""
-        return (values - self._low).mul_(self._scale).add_(1).clamp_(0, self._last).int()
+        return (values - self._low).mul_(self._scale).add_(1).clamp_(0, self._last).int().add_(self._bin_start)

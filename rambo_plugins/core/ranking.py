@@ -148,7 +148,8 @@ def rank_loss(
         relevance = relevance & mask
     rows, lead = _prepare(scores, mask), scores.shape[:-1]
     flat = (math.prod(lead), scores.shape[-1])
-    present = relevance.any(-1)
+    num_relevant = relevance.view(torch.uint8).sum(-1, dtype=torch.int32)  # faster than of bool
+    present = num_relevant > 0
     row_weights = present.to(rows.dtype) if weights is None else weights.to(rows.dtype) * present
     share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(rows.dtype)
     lambda_rows = lambda_val * share.reshape(flat[0], 1)
@@ -158,9 +159,10 @@ def rank_loss(
         noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype, device=rows.device).abs()
         rows, margin = rows + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
     with torch.autocast(scores.device.type, enabled=False):
-        losses, *statistics = _RankLoss.apply(
+        losses, mean_r, num_still = _RankLoss.apply(
             rows.reshape(flat),
             relevance.reshape(flat),
+            num_relevant,
             None if mask is None else mask.reshape(flat),
             float(margin),
             lambda_rows,
@@ -173,7 +175,7 @@ def rank_loss(
         weighted = weighted.sum()
     if reduction == "mean":
         weighted = weighted / _or_one(row_weights.sum())
-    return weighted, RankStatistics(*(statistic.view(lead) for statistic in statistics))
+    return weighted, RankStatistics(num_relevant, mean_r.view(lead), num_still.view(lead))
 
 
 class _Rank(torch.autograd.Function):
@@ -210,32 +212,32 @@ class _RankLoss(torch.autograd.Function):
         ctx: Any,
         scores: Tensor,
         relevance: Tensor,
+        num_relevant: Tensor,
         mask: Tensor | None,
         margin: float,
         lambda_rows: Tensor,
         item_loss: ItemLoss,
         rank_plus_grad: bool,
         needs_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         def item_gradient(
             ranks: Tensor, ranks_plus: Tensor, relevant: Tensor
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return _item_gradient(item_loss, ranks, ranks_plus, relevant, scores.dtype)
 
-        kernel = counting if counting.is_faster(scores, relevance) else sorting
+        kernel = counting if counting.is_faster(scores, num_relevant) else sorting
         losses, mean_r, num_still, grad = kernel.rank_and_move(
             scores, relevance, mask, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
         )
         ctx.save_for_backward(grad)
-        statistics = relevance.sum(-1), mean_r, num_still
-        ctx.mark_non_differentiable(*statistics)
-        return losses, *statistics
+        ctx.mark_non_differentiable(mean_r, num_still)
+        return losses, mean_r, num_still
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (unit_grad,) = ctx.saved_tensors
-        return grad.unsqueeze(-1) * unit_grad, *[None] * 7
+        return grad.unsqueeze(-1) * unit_grad, *[None] * 8
 
 
 def _item_gradient(

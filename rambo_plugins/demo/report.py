@@ -50,10 +50,10 @@ def summary(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 def markdown_table(table: dict[str, dict[str, dict[str, float]]]) -> str:
     """The summary in percent, mean ± standard deviation."""
-    lines = [f"| loss | {' | '.join(TITLES.values())} | training |", f"|---|{'---|' * (len(TITLES) + 1)}"]
+    lines = [f"| loss | {' | '.join(TITLES.values())} |", f"|---|{'---|' * len(TITLES)}"]
     for loss_name, row in table.items():
         cells = [f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['std']:.1f}" for name in METRICS]
-        lines.append(f"| {loss_name} | {' | '.join(cells)} | {row['seconds']['mean']:.0f} s |")
+        lines.append(f"| {loss_name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
