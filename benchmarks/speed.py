@@ -88,15 +88,15 @@ COMPETITORS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 
 
 def seconds(run: Callable[[], None], device: str, repetitions: int) -> float:
-    """Median of the repetitions, after one that does not count."""
+    """Median of the repetitions, after one that does not count, unless there is only one."""
     times = []
-    for _ in range(repetitions + 1):
+    for _ in range(repetitions + (repetitions > 1)):
         start = time.perf_counter()
         run()
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[-repetitions:])
 
 
 def measure(num_rows: int, num_items: int, num_relevant: int, device: str, seconds_a_pair: float) -> dict[str, float]:

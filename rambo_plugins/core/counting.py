@@ -115,19 +115,17 @@ class _Rows:
         it, as if it were irrelevant.
         """
         step = _StepFunction(thresholds, self.scores.shape[1])
-        above = torch.zeros(thresholds.shape, dtype=torch.int64)
-        for start in range(0, self.scores.shape[1], BLOCK):
-            block = slice(start, start + BLOCK)
+        size = max(BLOCK, thresholds.shape[1])  # each block costs a pass over the thresholds too
+        for start in range(0, self.scores.shape[1], size):
+            block = slice(start, start + size)
             scores = self.scores[:, block] + self.margin / 2
-            interval = step(scores, above)
+            interval = step(scores)
             if values is not None and out is not None:
                 out[:, block] = values.flatten().index_select(0, interval.flatten()).view_as(scores)
         # All items were counted, as if they were irrelevant; those that are not, and those that do not exist, are taken
         # back. The latter lie at -inf, as does what fills up the relevant items.
-        not_irrelevant = torch.zeros_like(above)
-        step(self._as_irrelevant, not_irrelevant)
-        above -= not_irrelevant
-        return above - (thresholds == -torch.inf) * self._num_at_minus_infinity[:, None]
+        step(self._as_irrelevant, times=-1)
+        return step.above() - (thresholds == -torch.inf) * self._num_at_minus_infinity[:, None]
 
     def move(self, now: _Sorted, moved: _Sorted, divisor: Tensor, grad: Tensor) -> Tensor:
         """r (R, P) after the move; the irrelevant items' gradient goes to ``grad`` (R, N)."""
@@ -155,6 +153,7 @@ class _StepFunction:
         num_rows, num = thresholds.shape
         # The intervals of all rows are numbered through, T + 1 a row.
         self._row_start = torch.arange(num_rows, dtype=torch.int32)[:, None] * (num + 1)
+        self._counts = torch.zeros(num_rows, num if num <= FEW else num + 1, dtype=torch.int64)
         if num <= FEW:
             return
         bins = min(max(BINS_PER_THRESHOLD * num, num_items // ITEMS_PER_BIN), max(1, MOST_BINS // num_rows))
@@ -172,14 +171,20 @@ class _StepFunction:
         # A row's thresholds end in one that no score reaches.
         self._ended = torch.cat([thresholds, thresholds.new_full((num_rows, 1), torch.nan)], 1).flatten()
 
-    def __call__(self, scores: Tensor, above: Tensor) -> Tensor:
-        """The intervals (R, n) of scores (R, n); adds how many lie at or above each threshold to ``above`` (R, T)."""
-        num_rows, num = self.thresholds.shape
+    def above(self) -> Tensor:
+        """How many of the scores of all calls lie at or above each threshold, (R, T)."""
+        if self.thresholds.shape[1] <= FEW:
+            return self._counts
+        return self._counts[:, 1:].flip(1).cumsum(1).flip(1)
+
+    def __call__(self, scores: Tensor, times: int = 1) -> Tensor:
+        """The intervals (R, n) of scores (R, n), which count ``times``."""
+        num = self.thresholds.shape[1]
         if num <= FEW:
             count = torch.zeros(scores.shape, dtype=torch.uint8)
             for place, threshold in enumerate(self.thresholds.unbind(1)):
                 reached = (scores >= threshold[:, None]).view(torch.uint8)
-                above[:, place] += reached.sum(1, dtype=torch.int32)
+                self._counts[:, place] += times * reached.sum(1, dtype=torch.int32)
                 count += reached
             return count + self._row_start
         interval = self._table.index_select(0, self._bin(scores).flatten())
@@ -194,8 +199,8 @@ class _StepFunction:
                 interval.index_copy_(0, unsure, found.add_(higher))
                 on = higher.nonzero()[:, 0]
                 unsure, score, found = (values.index_select(0, on) for values in (unsure, score, found))
-        held = torch.bincount(interval, minlength=num_rows * (num + 1)).view(num_rows, num + 1)
-        above += held[:, 1:].flip(1).cumsum(1).flip(1)
+        held = torch.bincount(interval, minlength=self._counts.numel())
+        self._counts.add_(held.view_as(self._counts), alpha=times)
         return interval.view_as(scores)
 
     def _bin(self, values: Tensor) -> Tensor:
