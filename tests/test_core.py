@@ -39,6 +39,8 @@ def random_problem(seed):
     num_rows, num_items = draw.randint(1, 4), draw.randint(1, 9)
     levels = draw.choice([1, 3, 10, 10**6])  # few levels: many ties; scores are binary fractions, sums are exact
     scores = [[draw.randint(-levels, levels) / 1024 for _ in range(num_items)] for _ in range(num_rows)]
+    if draw.random() < 0.2:
+        scores = [[draw.choice([s, float("inf"), -float("inf")]) for s in row] for row in scores]
     share = [draw.choice([0.0, 0.2, 0.5, 1.0]) for _ in range(num_rows)]
     relevance = [[draw.random() < share[q] for _ in range(num_items)] for q in range(num_rows)]
     mask = draw.choice([None, [[draw.random() < 0.7 for _ in range(num_items)] for _ in range(num_rows)]])
