@@ -37,6 +37,11 @@ def test_it_writes_metrics_curves_and_neighbours(outcome):
         assert run["history"][-1]["recall_at_1"] > 0.8  # ten classes: chance is 0.2, raw pixels do better
     assert {"torch", "pytorch-metric-learning", "python", "rambo-plugins"} <= set(metrics["versions"])
     assert metrics["settings"]["steps"] == 3
+    test_set = load_split("digits")[1]
+    pixels = torch.nn.functional.normalize(test_set.images.flatten(1).double())
+    nearest = (pixels @ pixels.T).fill_diagonal_(-1).argmax(1)
+    expected = (test_set.labels[nearest] == test_set.labels).double().mean().item()
+    assert metrics["raw_pixels"]["recall_at_1"] == pytest.approx(expected)
     for name in ("curves.png", "neighbours.png"):
         image = matplotlib.image.imread(outcome / name)
         assert min(image.shape[:2]) > 300

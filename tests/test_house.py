@@ -94,6 +94,9 @@ def test_the_tables_of_the_readme_are_the_results_that_are_committed():
         outcome = json.loads((ROOT / name).read_text())
         assert markdown_table(outcome["summary"]) in README, f"{name}: the table of README.md is another one"
     assert "<!-- table: benchmarks/results/demo.json -->" in README
+    pixels = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["raw_pixels"]
+    figures = (100 * pixels[name] for name in ("recall_at_1", "mean_average_precision_at_r"))
+    assert "by raw pixels: R@1 {:.1f}, MAP@R {:.1f}.".format(*figures) in README
 
 
 def test_the_lines_on_speed_in_the_readme_are_the_results_that_are_committed():

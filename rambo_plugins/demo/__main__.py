@@ -98,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (folder / "metrics.json").write_text(json.dumps(outcome, indent=1) + "\n")
     print(f"\nOn classes never seen, %, mean ± standard deviation over {args.seeds} seed(s):\n")
     print(markdown_table(outcome["summary"]))
+    pixels = outcome["raw_pixels"]
+    print(f"\nNearest neighbours by raw pixels: R@1 {100 * pixels['recall_at_1']:.1f}", end=", ")
+    print(f"MAP@R {100 * pixels['mean_average_precision_at_r']:.1f}.")
     draw_curves(outcome["results"], folder / "curves.png")
     draw_neighbours(runs[0], folder / "neighbours.png")
     print(f"\n{folder}: metrics.json, curves.png, neighbours.png, checkpoints/")

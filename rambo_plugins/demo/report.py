@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rambo_plugins.demo.data import ImageClasses
-from rambo_plugins.demo.train import METRICS, Run
+from rambo_plugins.demo.train import KS, METRICS, Run
+from rambo_plugins.evaluation import RecallCalculator
 from rambo_plugins.evaluation.search import flat_index, search
 
 TITLES = dict(zip(METRICS, ("R@1", "R@2", "R@4", "R@8", "MAP@R"), strict=True))
@@ -113,6 +114,11 @@ def _draw_image(axes: Any, data: ImageClasses, item: int, frame: str | None) -> 
         spine.set_linewidth(2)
 
 
+def raw_pixels(data: ImageClasses) -> dict[str, float]:
+    """What the nearest neighbours by the cosine of the pixels reach, without any training."""
+    return RecallCalculator(ks=KS, normalize=True).get_accuracy(data.images.flatten(1), data.labels)
+
+
 def metrics(runs: list[Run], threads: int) -> dict[str, Any]:
     """Everything for metrics.json."""
     results = [{"loss": run.loss_name, "seed": run.seed, "history": run.history} for run in runs]
@@ -126,6 +132,7 @@ def metrics(runs: list[Run], threads: int) -> dict[str, Any]:
         "data": sets,
         "versions": versions(),
         "cuda": torch.version.cuda if runs[0].device.type == "cuda" else None,
+        "raw_pixels": raw_pixels(runs[0].test_set),
         "summary": summary(results),
         "results": results,
     }
