@@ -6,21 +6,31 @@ has its own. It is nevertheless part of ``state_dict``, so that a resumed run co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rambo_plugins.core.distributed import gather_rows
+
 
 class ScoreMemory(nn.Module):
     """A ring of the last ``batches`` batches, each a tuple of tensors of one length, detached.
 
+    What a batch holds is free: embeddings and labels, scores (rows, classes) and targets, or the flat scores, relevance
+    and segments of ``rank_loss``. Batches may differ in length.
+
     Args:
         batches: τ ≥ 0, how many batches to keep; 0 keeps none.
         warmup: pushes before the memory is used; it is filled from the first one, so that it is full then.
+        gather: in ``extend``, take the batches of all processes of the default group as one.
+        like: tensors of the shapes (longest batch, ...) and dtypes that will be pushed. With it the tensors in
+            ``state_dict`` have fixed shapes from the start, as checkpoints that are loaded in place ask for (FSDP,
+            ``torch.distributed.checkpoint``); without it they are as long as what is kept.
 
     Raises:
-        ValueError: a negative or not integral argument.
+        ValueError: a negative or not integral argument, or tensors of different lengths.
 
     >>> memory = ScoreMemory(batches=2)
     >>> for step in range(3):
@@ -30,13 +40,18 @@ class ScoreMemory(nn.Module):
     tensor([1, 1, 2, 2])
     """
 
-    def __init__(self, batches: int, *, warmup: int = 0) -> None:
+    def __init__(
+        self, batches: int, *, warmup: int = 0, gather: bool = False, like: Sequence[Tensor] | None = None
+    ) -> None:
         super().__init__()
         for name, value in (("memory", batches), ("memory warm-up", warmup)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         self.batches = batches
         self.warmup = warmup
+        self.gather = gather
+        self._like = None if like is None else tuple(tensor.new_empty(tensor.shape, device="meta") for tensor in like)
+        _length(self._like or ())
         self.reset()
 
     def reset(self) -> None:
@@ -48,14 +63,18 @@ class ScoreMemory(nn.Module):
         """Keep a batch, detached copies of tensors (B, ...) of one B; the oldest one leaves a full memory.
 
         Raises:
-            ValueError: tensors of different lengths, or of other shapes or kinds than those in the memory.
+            ValueError: tensors of different lengths, of other shapes or kinds than those in the memory, or longer than
+                those of ``like``.
         """
-        if len({len(tensor) for tensor in tensors}) != 1:
-            raise ValueError(f"a batch must have one length, got tensors of {[len(tensor) for tensor in tensors]}")
-        if self._slots:
-            kept, came = ([tuple(t.shape[1:]) for t in batch] for batch in (self._slots[-1], tensors))
-            if kept != came:
-                raise ValueError(f"the memory holds items of shapes {kept}, got {came}: reset() it first")
+        length = _length(tensors)
+        for kept in (self._slots[-1:] if self._like is None else [self._like])[:1]:
+            known, came = ([tuple(tensor.shape[1:]) for tensor in batch] for batch in (kept, tensors))
+            if known != came:
+                raise ValueError(f"the memory holds items of shapes {known}, got {came}: reset() it first")
+        if self._like is not None:
+            if length > len(self._like[0]):
+                raise ValueError(f"the memory takes batches of at most {len(self._like[0])} items, got {length}")
+            tensors = tuple(tensor.to(like.dtype) for tensor, like in zip(tensors, self._like, strict=True))
         self._pushes += 1
         if self.batches:
             self._slots.append(tuple(tensor.detach().clone() for tensor in tensors))
@@ -67,23 +86,60 @@ class ScoreMemory(nn.Module):
             return None
         return self._concatenated()
 
+    def extend(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The batch, longer by the memory, which then takes the batch in: one call for a training step.
+
+        A forward pass without a gradient (evaluation mode, ``no_grad``, scores that do not require one) gets the batch
+        back as it is, and leaves the memory as it is.
+
+        With ``gather`` the batches of all processes come first, in the order of the ranks; the gradient of the own rows
+        is multiplied by the number of processes. DistributedDataParallel takes the mean over the processes, so the
+        parameters get the gradient of one process with the whole batch. All processes must make the call.
+
+        Returns:
+            For each tensor (B, ...) one (batch + memory, ...) in the batch's dtype and on its device.
+        """
+        _length(tensors)
+        if not (self.training and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+            return tensors
+        if self.gather:
+            tensors = gather_rows(*tensors)
+        past = self.contents()
+        self.push(*tensors)
+        if past is None:
+            return tensors
+        return tuple(torch.cat([now, kept.to(now)]) for now, kept in zip(tensors, past, strict=True))
+
     def __len__(self) -> int:
         """Items kept, whether they are in use already or not."""
         return sum(len(slot[0]) for slot in self._slots)
 
     def extra_repr(self) -> str:
-        return f"batches={self.batches}, warmup={self.warmup}"
+        return f"batches={self.batches}, warmup={self.warmup}, gather={self.gather}"
 
     def _concatenated(self) -> tuple[Tensor, ...]:
         return tuple(torch.cat(tensors) for tensors in zip(*self._slots, strict=True))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScoreMemory:
+        super()._apply(fn, recurse)
+        self._slots = [tuple(fn(tensor) for tensor in slot) for slot in self._slots]
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.batches:
-            destination[prefix + "pushes"] = torch.tensor(self._pushes)
-            destination[prefix + "lengths"] = torch.tensor([len(slot[0]) for slot in self._slots], dtype=torch.int64)
-            for position, tensor in enumerate(self._concatenated()):
-                destination[f"{prefix}field{position}"] = tensor
+        if not self.batches:
+            return
+        lengths = torch.tensor([len(slot[0]) for slot in self._slots], dtype=torch.int64)
+        fields = self._concatenated()
+        if self._like is not None:
+            lengths = torch.cat([lengths, lengths.new_zeros(self.batches - len(lengths))])
+            fields = fields or tuple(torch.zeros_like(like[:0], device="cpu") for like in self._like)
+            padding = self.batches * len(self._like[0]) - len(self)
+            fields = tuple(torch.cat([field, field.new_zeros(padding, *field.shape[1:])]) for field in fields)
+        destination[prefix + "pushes"] = torch.tensor(self._pushes)
+        destination[prefix + "lengths"] = lengths
+        for position, field in enumerate(fields):
+            destination[f"{prefix}field{position}"] = field
 
     def _load_from_state_dict(
         self,
@@ -102,7 +158,14 @@ class ScoreMemory(nn.Module):
             missing_keys.extend([prefix + "pushes", prefix + "lengths"] if self.batches else [])
             return
         lengths = state_dict[saved["lengths"]].tolist()
-        fields = [state_dict[saved[name]].clone() for name in sorted(saved) if name.startswith("field")]
-        split = [tensor.split(lengths) for tensor in fields] if lengths else []
-        self._slots = list(zip(*split, strict=True))[-self.batches :]
+        fields = [state_dict[name] for name in sorted(saved.values()) if name.startswith(prefix + "field")]
+        split = [field[: sum(lengths)].clone().split(lengths) for field in fields] if any(lengths) else []
+        self._slots = [slot for slot in zip(*split, strict=True) if len(slot[0])][-self.batches :]
         self._pushes = int(state_dict[saved["pushes"]])
+
+
+def _length(tensors: Sequence[Tensor]) -> int:
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"a batch must have one length, got tensors of {lengths}")
+    return lengths[0] if lengths else 0

@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def num_processes() -> int:
-    """Processes of the default group, 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+from rambo_plugins.core.distributed import num_processes
 
 
 def connect_gathered(embeddings: Tensor, gathered: Tensor) -> Tensor:

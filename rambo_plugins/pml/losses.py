@@ -23,9 +23,10 @@ from rambo_plugins.core import (
     rank_loss,
     recall_item_loss,
 )
+from rambo_plugins.core.distributed import num_processes
 from rambo_plugins.core.losses import Weighting
 from rambo_plugins.core.ranking import ItemLoss
-from rambo_plugins.pml.gather import connect_gathered, num_processes
+from rambo_plugins.pml.gather import connect_gathered
 
 PAPER_PRESETS: dict[str, dict[str, Any]] = {
     "sop": {"lambda_val": 4.0, "margin": 0.02, "memory": 3, "weighting": "loglog"},
