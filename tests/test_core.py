@@ -15,7 +15,9 @@ from rambo_plugins.core import (
     average_precision_item_loss,
     average_precision_loss,
     check_nan,
+    compiled,
     counting,
+    kernels,
     rank,
     rank_loss,
     recall_item_loss,
@@ -56,19 +58,29 @@ def random_problem(seed):
 
 
 KERNELS = {  # the same on all of these: what is meant for long rows is made to run on short ones
-    "counting": {"SMALL": 0, "MOST_RELEVANT": 1.0},
-    "counting with a table": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0},
-    "counting in blocks with a table": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0, "BLOCK": 4},
-    "counting in blocks by comparing": {"SMALL": 0, "MOST_RELEVANT": 1.0, "BLOCK": 3},
-    "counting with one bin": {"SMALL": 0, "MOST_RELEVANT": 1.0, "FEW": 0, "MOST_BINS": 1, "CROWD": 3},
-    "sorting": {},
+    "compiled": (compiled, {"MANY_RELEVANT": 1.0}),
+    "compiled with a table": (compiled, {"MANY_RELEVANT": 1.0, "FEW": 0}),
+    "compiled with few bins": (compiled, {"MANY_RELEVANT": 1.0, "FEW": 0, "BINS_PER_THRESHOLD": 1}),
+    "compiled in blocks with a table": (compiled, {"MANY_RELEVANT": 1.0, "FEW": 0, "BLOCK": 2}),
+    "compiled in blocks by comparing": (compiled, {"MANY_RELEVANT": 1.0, "BLOCK": 3}),
+    "compiled in threads": (compiled, {"MANY_RELEVANT": 1.0, "ITEMS_PER_THREAD": 1}),
+    "compiled by sorting all": (compiled, {"MANY_RELEVANT": 0.0, "SHORT": 0}),
+    "compiled by sorting all in threads": (compiled, {"MANY_RELEVANT": 0.0, "ITEMS_PER_THREAD": 1}),
+    "counting": (counting, {}),
+    "counting with a table": (counting, {"FEW": 0}),
+    "counting in blocks with a table": (counting, {"FEW": 0, "BLOCK": 4}),
+    "counting in blocks by comparing": (counting, {"BLOCK": 3}),
+    "counting with one bin": (counting, {"FEW": 0, "MOST_BINS": 1, "CROWD": 3}),
+    "sorting": (sorting, {}),
 }
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    for name, value in KERNELS[request.param].items():
-        monkeypatch.setattr(counting, name, value)
+    module, constants = KERNELS[request.param]
+    for name, value in constants.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(kernels, "kernel_for", lambda scores, relevance: module)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -172,11 +184,9 @@ def score_like(kind, num_rows, num_items, generator):
 
 @pytest.mark.parametrize("kind", ["random", "tied", "sorted", "constant", "with outliers", "trained"])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_counting_equals_sorting_on_long_rows(kind, num_rows, monkeypatch):
+def test_the_kernels_agree_on_long_rows(kind, num_rows, monkeypatch):
     """Rows of all sorts of P, several blocks long; the gradient is the same to the last bit."""
     monkeypatch.setattr(counting, "BLOCK", 700)
-    monkeypatch.setattr(counting, "SMALL", 0)
-    monkeypatch.setattr(counting, "MOST_RELEVANT", 1.0)
     generator, moved = torch.Generator().manual_seed(0), 0
     for num_relevant in (0, 1, 2, 13, 100, 1000, 1999, 2000):
         scores = score_like(kind, num_rows, 2000, generator)
@@ -186,19 +196,20 @@ def test_counting_equals_sorting_on_long_rows(kind, num_rows, monkeypatch):
             scores += 5.0 * relevance
         mask = torch.rand(num_rows, 2000, generator=generator) < 0.9 if num_relevant == 13 else None
         results = []
-        for rank_and_move in (counting.rank_and_move, sorting.rank_and_move):
-            monkeypatch.setattr(counting, "rank_and_move", rank_and_move)
+        for module in (sorting, counting, compiled):
+            monkeypatch.setattr(kernels, "kernel_for", lambda scores, relevance, module=module: module)
             y = scores.clone().requires_grad_()
             loss, statistics = rank_loss(
                 y, relevance, recall_item_loss("log"), lambda_val=20.0, margin=0.3, mask=mask, rank_plus_grad=True
             )
             loss.backward()
             results.append((loss, y.grad, *statistics))
-        (loss, grad, num_relevant, mean_r, zero_gradient), other = results
-        torch.testing.assert_close((loss, mean_r), (other[0], other[3]))
-        for one, two in zip((grad, num_relevant, zero_gradient), (other[1], other[2], other[4]), strict=True):
-            assert torch.equal(one, two)
-        moved += int(results[0][1].count_nonzero())
+        loss, grad, num_relevant, mean_r, zero_gradient = results[0]
+        for other in results[1:]:
+            torch.testing.assert_close((other[0], other[3]), (loss, mean_r))
+            for one, two in zip((other[1], other[2], other[4]), (grad, num_relevant, zero_gradient), strict=True):
+                assert torch.equal(one, two)
+        moved += int(grad.count_nonzero())
     assert moved > 300
 
 
@@ -325,7 +336,7 @@ def test_random_margin_is_seeded_and_has_the_mean_of_a_half_normal():
         generator = torch.Generator().manual_seed(seed)
         scores = torch.where(relevance, 0.0, -1.0)
         rank_loss(scores, relevance, item_loss, lambda_val=1.0, margin=2.0, generator=generator)
-        return seen["ranks"][0, :10_000]
+        return seen["ranks"].flatten()[:10_000]
 
     assert torch.equal(ranks(0), ranks(0))
     assert not torch.equal(ranks(0), ranks(1))

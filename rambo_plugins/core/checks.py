@@ -28,6 +28,11 @@ def check_scores(scores: Tensor, mask: Tensor | None = None) -> None:
         raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
         raise TypeError(f"scores must be floating point, got {scores.dtype}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(scores):
+        raise TypeError(
+            "rank losses do not work inside torch.func transforms or vmap: the blackbox gradient is not the derivative "
+            "of a function. Use backward() or torch.autograd.grad, and rows (..., N) in place of vmap"
+        )
     if scores.dim() == 0:
         raise ValueError("scores must have shape (..., N), got a tensor without dimensions")
     if mask is not None:
@@ -53,12 +58,22 @@ def check_boolean(name: str, value: Tensor, scores: Tensor) -> None:
     _check_like(name, value, scores, tuple(scores.shape))
 
 
-def check_weights(weights: Tensor, scores: Tensor) -> None:
-    """Floating point, one non-negative weight a row (the sign is not read: it would cost a synchronisation)."""
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"weights must be a floating-point tensor, got {got}")
-    _check_like("weights", weights, scores, tuple(scores.shape[:-1]))
+def check_segments(segments: Tensor, scores: Tensor) -> None:
+    """int64, one for each of the flat scores."""
+    if scores.dim() != 1:
+        raise ValueError(f"segments are for flat scores (M,), got scores of shape {tuple(scores.shape)}")
+    if not isinstance(segments, Tensor) or segments.dtype != torch.int64:
+        got = segments.dtype if isinstance(segments, Tensor) else type(segments).__name__
+        raise TypeError(f"segments must be an int64 tensor, got {got}")
+    _check_like("segments", segments, scores, tuple(scores.shape))
+
+
+def check_float(name: str, value: Tensor, scores: Tensor, shape: tuple[int, ...]) -> None:
+    """Weights and grades: floating point, of the shape (their values are not read: it would cost a synchronisation)."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+    _check_like(name, value, scores, shape)
 
 
 def _check_like(name: str, value: Tensor, scores: Tensor, shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rambo_plugins.core.sorting import ItemGradient, order_of, positions
+from rambo_plugins.core.sorting import ItemGradient, Outcome, order_of, positions
 
 SMALL, MOST_RELEVANT = 2**13, 0.25
 """Items of a whole problem below which, and share of the relevant items above which, sorting is faster."""
@@ -30,23 +30,22 @@ CROWD = 64
 """Thresholds in one bin above which the items of such bins are searched for among all thresholds."""
 
 
-def is_faster(scores: Tensor, num_relevant: Tensor) -> bool:
-    """Than sorting, by the measurements of ``benchmarks/speed.py``; on a GPU it would wait for the device."""
-    if scores.device.type != "cpu" or scores.numel() < SMALL:
-        return False
-    return int(num_relevant.sum()) <= MOST_RELEVANT * scores.numel()
+def is_faster(scores: Tensor, relevance: Tensor) -> bool:
+    """Than sorting, by the measurements of ``benchmarks/speed.py``."""
+    return scores.numel() >= SMALL and int(relevance.sum()) <= MOST_RELEVANT * scores.numel()
 
 
 def rank_and_move(
     scores: Tensor,
     relevance: Tensor,
     mask: Tensor | None,
+    grades: Tensor | None,
     margin: float,
     step: Tensor,
     item_gradient: ItemGradient,
     rank_plus_grad: bool,
     needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Outcome:
     """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
     num_rows, num_items = scores.shape
     losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
@@ -56,13 +55,19 @@ def rank_and_move(
     for start in range(0, num_rows, rows_at_once):
         rows = slice(start, start + rows_at_once)
         num_missing = 0 if mask is None else (~mask[rows]).sum(1)
-        part = _Rows(scores[rows], relevance[rows], num_missing, margin)
+        part = _Rows(scores[rows], relevance[rows], num_missing, None if grades is None else grades[rows], margin)
         if part.valid.shape[1] == 0:
             continue
         now = _Sorted(part.relevant)
         ranks_plus, r = now.ranks, now.unsort(part.count(now.ascending))
-        losses[rows], to_rank, to_rank_plus = item_gradient(r + ranks_plus, ranks_plus, part.valid)
-        mean_r[rows] = torch.where(part.valid, r, 0).sum(1) / part.num_relevant.clamp(min=1)
+
+        def pack(values: Tensor, part: _Rows = part, rows: slice = rows) -> Tensor:
+            return part.pack(values[rows])
+
+        losses[rows], to_rank, to_rank_plus = item_gradient(
+            torch.where(part.valid, r + ranks_plus, 1), torch.where(part.valid, ranks_plus, 1), pack, part.total
+        )
+        mean_r[rows] = part.total(r) / part.num_relevant.clamp(min=1)
         num_still[rows] = part.num_relevant
         if not needs_grad:
             continue
@@ -95,18 +100,35 @@ class _Sorted:
 class _Rows:
     """Rows that are worked on together: R rows of N items, the relevant ones packed into (R, P)."""
 
-    def __init__(self, scores: Tensor, relevance: Tensor, num_missing: Tensor | int, margin: float) -> None:
+    def __init__(
+        self, scores: Tensor, relevance: Tensor, num_missing: Tensor | int, grades: Tensor | None, margin: float
+    ) -> None:
         self.scores, self.relevance, self.margin = scores, relevance, margin
         self.row, self.column = relevance.nonzero(as_tuple=True)
+        if grades is not None:  # among equals the lower grade first
+            by_grade = grades[self.row, self.column].argsort(stable=True)
+            by_grade = by_grade[self.row[by_grade].argsort(stable=True)]
+            self.row, self.column = self.row[by_grade], self.column[by_grade]
         self.num_relevant = torch.bincount(self.row, minlength=len(scores))
         first = self.num_relevant.cumsum(0) - self.num_relevant
         self.place = torch.arange(len(self.row)) - first[self.row]
         self.valid = torch.arange(int(self.num_relevant.max())) < self.num_relevant[:, None]
         # A row with fewer relevant items ends in -inf: thresholds below every item, whose counts nobody reads.
-        packed = torch.full(self.valid.shape, -torch.inf, dtype=scores.dtype)
-        packed[self.row, self.place] = scores[self.row, self.column]
+        packed = self.pack(scores, -torch.inf)
         self.relevant, self._as_irrelevant = packed - margin / 2, packed + margin / 2
         self._num_at_minus_infinity = num_missing - (~self.valid).sum(1)
+
+    def pack(self, values: Tensor, fill: float = 1.0) -> Tensor:
+        """Values (R, N) of the relevant items as (R, P), or values (R, 1) of the rows as they are."""
+        if values.shape[1] == 1 and self.scores.shape[1] != 1:
+            return values.expand(self.valid.shape)
+        packed = torch.full(self.valid.shape, fill, dtype=values.dtype)
+        packed[self.row, self.place] = values[self.row, self.column]
+        return packed
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums (R,) of values (R, P) of the relevant items."""
+        return torch.where(self.valid, values, 0).sum(1)
 
     def count(self, thresholds: Tensor, values: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Irrelevant items at or above each of the ascending thresholds (R, T).

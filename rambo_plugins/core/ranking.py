@@ -30,11 +30,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rambo_plugins.core import checks, counting, sorting
+from rambo_plugins.core import checks, sorting
+from rambo_plugins.core.rows import DenseRows, SegmentRows
+from rambo_plugins.core.sorting import ItemGradient, Pack
 
-ItemLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+ItemLoss = Callable[..., Tensor]
 """``item_loss(rank, rank_plus, num_relevant) -> loss`` of each relevant item, elementwise, differentiable in the first
-two. The loss of a row is its mean over the relevant items."""
+two; where there are grades ``item_loss(rank, rank_plus, num_relevant, grade)``. The loss of a row is its mean over the
+relevant items."""
 
 
 class RankStatistics(NamedTuple):
@@ -91,6 +94,9 @@ def rank_loss(
     margin: float = 0.0,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
+    item_weights: Tensor | None = None,
+    grades: Tensor | None = None,
+    segments: Tensor | None = None,
     reduction: str = "mean",
     normalize: bool = True,
     lambda_per: str = "batch",
@@ -99,8 +105,8 @@ def rank_loss(
 ) -> tuple[Tensor, RankStatistics]:
     r"""Any loss of the ranks of the relevant items, with its blackbox gradient: the primitive under every rank loss.
 
-    .. math:: L = \sum_q c_q L_q, \quad L_q = \frac1P \sum_{i\ relevant} \ell(rank_i, rank^+_i, P), \quad
-              c_q = \frac{w_q}{\sum_{q'} w_{q'}}
+    .. math:: L = \sum_q c_q L_q, \quad L_q = \sum_{i\ relevant} v_i\, \ell(rank_i, rank^+_i, P), \quad
+              c_q = \frac{w_q}{\sum_{q'} w_{q'}}, \quad v_i = \frac1P
 
     The gradient of L_q is that of Algorithm 1 for an upstream gradient of c_q, divided by c_q; so all the reductions,
     and whatever multiplies them, give the same gradient up to their factor (see the module).
@@ -112,15 +118,29 @@ def rank_loss(
     >>> loss, statistics.mean_r  # the relevant items have ranks 2 and 3, one irrelevant above each
     (tensor(0.5833), tensor([1.]))
 
+    Rows of different length are one flat line of items and the row of each, ``segments``; all that is (..., N) here is
+    then (M,), and (...) is (Q,), from segment 0 to the last one.
+
+    >>> scores, relevance = torch.tensor([0.9, 0.5, 0.1, 0.3]), torch.tensor([False, True, True, True])
+    >>> segments = torch.tensor([0, 0, 1, 1])  # from lengths: torch.arange(Q).repeat_interleave(lengths)
+    >>> rank_loss(scores, relevance, lambda rank, *_: 1 - 1 / rank, lambda_val=1.0, segments=segments, reduction="none")[0]
+    tensor([0.5000, 0.2500])
+
     Args:
         scores: (..., N) float; higher is better, ±inf allowed.
         relevance: (..., N) bool.
         item_loss: ``(rank, rank_plus, num_relevant) -> loss`` of one relevant item, elementwise over float tensors of
-            one shape, differentiable in the first two. Other items are passed as rank 1 of 1, their loss is ignored.
+            one shape, differentiable in the first two. Other items may be passed as rank 1 of 1, their loss is ignored.
         lambda_val: λ > 0, in units of normalised ranks of the mean loss (see the module).
         margin: α ≥ 0 (Eq. 14), in units of the scores.
         mask: (..., N) bool; items where it is False are not ranked and get no gradient.
         weights: (...) float ≥ 0, w_q, the weight of each row; rows without a relevant item do not count.
+        item_weights: (..., N) float ≥ 0, of the relevant items in the mean of their row: v_i = w_i / Σ w_i. Those of
+            other items are not read; a row whose relevant items all weigh 0 has no loss, but counts as a row.
+        grades: (..., N) float, of the relevant items: ``item_loss`` takes them as a fourth argument, and among equal
+            scores the lower grade ranks first. Those of other items are not read.
+        segments: (M,) int64, the row of each item of flat scores (M,), in any order; rows may be empty. The number of
+            rows is the largest value + 1, or the length of ``weights`` (read from the device once).
         reduction: "mean" (Σ w_q L_q / Σ w_q over the rows with a relevant item), "sum" (Σ w_q L_q) or "none" (w_q L_q).
         normalize: λ in units of normalised (True) or of absolute ranks.
         lambda_per: "batch" (the unit is the mean over the rows) or "row" (the unit is each row's own loss L_q).
@@ -141,41 +161,62 @@ def rank_loss(
     checks.check_not_negative("margin", margin)
     checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
     checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
+    if item_weights is not None:
+        checks.check_float("item_weights", item_weights, scores, tuple(scores.shape))
+    if grades is not None:
+        checks.check_float("grades", grades, scores, tuple(scores.shape))
+    if segments is None:
+        rows: DenseRows | SegmentRows = DenseRows(math.prod(scores.shape[:-1]), scores.shape[-1])
+        lead = tuple(scores.shape[:-1])
+    else:
+        checks.check_segments(segments, scores)
+        rows = SegmentRows(segments, None if weights is None else weights.numel())
+        lead = tuple(rows.lengths.shape)
     if weights is not None:
-        checks.check_weights(weights, scores)
+        checks.check_float("weights", weights, scores, lead)
 
+    values, relevance = _prepare(scores, mask).reshape(rows.shape), relevance.reshape(rows.shape)
+    mask = None if mask is None else mask.reshape(rows.shape)
     if mask is not None:
         relevance = relevance & mask
-    rows, lead = _prepare(scores, mask), scores.shape[:-1]
-    flat = (math.prod(lead), scores.shape[-1])
-    num_relevant = relevance.view(torch.uint8).sum(-1, dtype=torch.int32)  # faster than of bool
+    if grades is not None:
+        grades = torch.where(relevance, grades.reshape(rows.shape).to(values.dtype), 1)
+    num_relevant = rows.total(relevance)
     present = num_relevant > 0
-    row_weights = present.to(rows.dtype) if weights is None else weights.to(rows.dtype) * present
-    share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(rows.dtype)
-    lambda_rows = lambda_val * share.reshape(flat[0], 1)
+    row_weights = present.to(values.dtype) if weights is None else weights.reshape(-1).to(values.dtype) * present
+    share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(values.dtype)
+    lambda_rows = lambda_val * share
     if normalize:
-        lambda_rows = lambda_rows * (flat[1] if mask is None else mask.reshape(flat).sum(-1, keepdim=True))
+        lambda_rows = lambda_rows * (rows.lengths if mask is None else rows.total(mask))
+    if item_weights is not None:
+        item_weights = torch.where(relevance, item_weights.reshape(rows.shape).to(values.dtype), 0)
+        item_weights = item_weights / rows.spread(_or_one(rows.total(item_weights)))
     if generator is not None and margin:
-        noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype, device=rows.device).abs()
-        rows, margin = rows + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
+        noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
+        values, margin = values + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
+    needs_grad = torch.is_grad_enabled() and scores.requires_grad
+    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype)
     with torch.autocast(scores.device.type, enabled=False):
         losses, mean_r, num_still = _RankLoss.apply(
-            rows.reshape(flat),
-            relevance.reshape(flat),
-            num_relevant,
-            None if mask is None else mask.reshape(flat),
+            values,
+            relevance,
+            mask,
+            grades,
             float(margin),
-            lambda_rows,
-            item_loss,
+            lambda_rows[:, None],
+            item_gradient,
             rank_plus_grad,
-            torch.is_grad_enabled() and scores.requires_grad,
+            needs_grad,
+            rows,
         )
-    weighted = losses.view(lead) * row_weights
-    if reduction != "none":
+    weighted = losses * row_weights
+    if reduction == "none":
+        weighted = weighted.view(lead)
+    else:
         weighted = weighted.sum()
     if reduction == "mean":
         weighted = weighted / _or_one(row_weights.sum())
-    return weighted, RankStatistics(num_relevant, mean_r.view(lead), num_still.view(lead))
+    return weighted, RankStatistics(*(values.view(lead) for values in (num_relevant, mean_r, num_still)))
 
 
 class _Rank(torch.autograd.Function):
@@ -205,30 +246,26 @@ class _Rank(torch.autograd.Function):
 
 
 class _RankLoss(torch.autograd.Function):
-    """Losses of the rows (Q,) of scores (Q, N); the forward pass computes the gradient, the backward multiplies it."""
+    """Losses of the rows (Q,); the forward pass computes the gradient of the scores, the backward multiplies it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         scores: Tensor,
         relevance: Tensor,
-        num_relevant: Tensor,
         mask: Tensor | None,
+        grades: Tensor | None,
         margin: float,
         lambda_rows: Tensor,
-        item_loss: ItemLoss,
+        item_gradient: ItemGradient,
         rank_plus_grad: bool,
         needs_grad: bool,
+        rows: DenseRows | SegmentRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def item_gradient(
-            ranks: Tensor, ranks_plus: Tensor, relevant: Tensor
-        ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            return _item_gradient(item_loss, ranks, ranks_plus, relevant, scores.dtype)
-
-        kernel = counting if counting.is_faster(scores, num_relevant) else sorting
-        losses, mean_r, num_still, grad = kernel.rank_and_move(
-            scores, relevance, mask, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
+        losses, mean_r, num_still, grad = rows.rank_and_move(
+            scores, relevance, mask, grades, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
         )
+        ctx.rows = rows
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(mean_r, num_still)
         return losses, mean_r, num_still
@@ -237,28 +274,34 @@ class _RankLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (unit_grad,) = ctx.saved_tensors
-        return grad.unsqueeze(-1) * unit_grad, *[None] * 8
+        return ctx.rows.spread(grad) * unit_grad, *[None] * 9
 
 
 def _item_gradient(
-    item_loss: ItemLoss, ranks: Tensor, ranks_plus: Tensor, relevant: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses of the rows, means over their relevant items, and the gradients of these to rank and rank⁺."""
-    num_relevant = relevant.sum(-1, keepdim=True)
-    with torch.enable_grad():
-        rank = torch.where(relevant, ranks, 1).to(dtype).requires_grad_()
-        rank_plus = torch.where(relevant, ranks_plus, 1).to(dtype).requires_grad_()
-        per_item = item_loss(rank, rank_plus, torch.where(relevant, num_relevant, 1).to(dtype))
-        if not isinstance(per_item, Tensor) or per_item.shape != rank.shape:
-            got = tuple(per_item.shape) if isinstance(per_item, Tensor) else type(per_item).__name__
-            raise ValueError(
-                f"item_loss must return a tensor of the shape of its ranks, {tuple(rank.shape)}, got {got}"
-            )
-        losses = torch.where(relevant, per_item, 0).sum(-1) / num_relevant[:, 0].clamp(min=1)
-        if not losses.requires_grad:
-            return losses, None, None
-        to_rank, to_rank_plus = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
-    return losses.detach(), to_rank, to_rank_plus
+    item_loss: ItemLoss, num_relevant: Tensor, weights: Tensor | None, grades: Tensor | None, dtype: torch.dtype
+) -> ItemGradient:
+    """What the kernels call for the losses of the rows and their gradients."""
+    num_relevant = num_relevant.clamp(min=1).to(dtype)[:, None]
+
+    def item_gradient(
+        ranks: Tensor, ranks_plus: Tensor, pack: Pack, total: Pack
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        num = pack(num_relevant)
+        with torch.enable_grad():
+            rank, rank_plus = ranks.to(dtype).requires_grad_(), ranks_plus.to(dtype).requires_grad_()
+            per_item = item_loss(rank, rank_plus, num, *([] if grades is None else [pack(grades)]))
+            if not isinstance(per_item, Tensor) or per_item.shape != rank.shape:
+                got = tuple(per_item.shape) if isinstance(per_item, Tensor) else type(per_item).__name__
+                raise ValueError(
+                    f"item_loss must return a tensor of the shape of its ranks, {tuple(rank.shape)}, got {got}"
+                )
+            losses = total(per_item / num if weights is None else per_item * pack(weights))
+            if not losses.requires_grad:
+                return losses, None, None
+            to_rank, to_rank_plus = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
+        return losses.detach(), to_rank, to_rank_plus
+
+    return item_gradient
 
 
 def _prepare(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,26 +11,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ItemGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, "Tensor | None", "Tensor | None"]]
-"""(rank, rank⁺, which are relevant) -> losses of the rows, their gradients to rank and to rank⁺."""
+Pack = Callable[[Tensor], Tensor]
+ItemGradient = Callable[[Tensor, Tensor, Pack, Pack], tuple[Tensor, "Tensor | None", "Tensor | None"]]
+"""(rank, rank⁺, pack, total) -> losses of the rows and their gradients to rank and to rank⁺.
+
+A kernel holds the relevant items in a form of its own. ``pack`` brings what is known of all items, (Q, N), or of the
+rows, (Q, 1), into this form, and ``total`` sums values in it over the relevant items of each row."""
+
+Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(Q,) losses, (Q,) mean r, (Q,) number of relevant items that do not move, and (Q, N) the gradient."""
 
 
 def rank_and_move(
     scores: Tensor,
     relevance: Tensor,
     mask: Tensor | None,
+    grades: Tensor | None,
     margin: float,
     step: Tensor,
     item_gradient: ItemGradient,
     rank_plus_grad: bool,
     needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Outcome:
     """Rank the relevant items, move them along the gradient of their loss, rank again.
 
     Args:
         scores: (Q, N) float32 or float64, -inf where an item does not exist.
         relevance: (Q, N) bool, False where an item does not exist.
         mask: (Q, N) bool, which items exist; None: all.
+        grades: (Q, N) float, of the relevant items; among equals the lower grade ranks first. None: all the same.
         margin: α.
         step: (Q, 1), what the gradient of a row's own loss is multiplied with for the move.
         item_gradient: the losses of the rows and their gradients, from ranks of relevant items.
@@ -38,16 +47,29 @@ def rank_and_move(
         needs_grad: without it nothing moves.
 
     Returns:
-        (Q,) losses, (Q,) mean r, (Q,) number of relevant items that do not move, and (Q, N) the gradient.
+        See ``Outcome``; without ``needs_grad`` none moves, and the gradient is not to be read.
     """
     num_relevant = relevance.sum(-1)
     # Among equals: irrelevant items first, then relevant ones, what does not exist last.
-    tie_order = order_of(relevance.byte() if mask is None else relevance.byte() + 2 * (~mask).byte())
+    kind = relevance.byte() if grades is None else torch.where(relevance, grades, -torch.inf)
+    if mask is not None:
+        kind = kind.masked_fill(~mask, 2 if grades is None else torch.inf)
+    tie_order = order_of(kind)
     if margin:
         scores = scores + torch.where(relevance, -margin / 2, margin / 2).to(scores.dtype)
     ranks, ranks_plus = _ranks(scores, relevance, tie_order)
-    losses, to_rank, to_rank_plus = item_gradient(ranks, ranks_plus, relevance)
-    mean_r = torch.where(relevance, ranks - ranks_plus, 0).sum(-1) / num_relevant.clamp(min=1)
+
+    def pack(values: Tensor) -> Tensor:
+        return values.expand_as(ranks)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(relevance, values, 0).sum(-1)
+
+    one = torch.ones_like(ranks[:1, :1])
+    losses, to_rank, to_rank_plus = item_gradient(
+        torch.where(relevance, ranks, one), torch.where(relevance, ranks_plus, one), pack, total
+    )
+    mean_r = total(ranks - ranks_plus) / num_relevant.clamp(min=1)
     moved_by = torch.zeros_like(ranks)
     if needs_grad and to_rank is not None:
         moved_by += _ranks(scores + step * to_rank, relevance, tie_order)[0] - ranks
