@@ -18,6 +18,7 @@ The machine code is made at the first call, which takes some seconds, and kept o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,8 +41,12 @@ SHORT = 32
 """Items of a row up to which insertion sorts them."""
 ITEMS_PER_THREAD = 2**16
 
-Array = Any  # numpy arrays; the compiled functions take float32 or float64
-compiled = numba.njit(nogil=True, cache=True)
+Array = Any  # numpy's; the compiled functions take float32 and float64
+Piece = tuple[int, int, int, int]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return numba.njit(nogil=True, cache=True)(function)
 
 
 def rank_and_move(
@@ -150,7 +155,7 @@ class _Items:
             values, out = thresholds[:0], self.scores[:0]
         counts = np.zeros((len(self.pieces), len(thresholds) + len(self.scores)), np.int64)
 
-        def work(piece: tuple[int, ...]) -> None:
+        def work(piece: Piece) -> None:
             into = counts[self.pieces.index(piece)]
             if self.all_sorted:
                 rows = piece[:2]
@@ -169,18 +174,18 @@ def _bits(values: Array) -> Array:
     return values.view(np.uint32 if values.itemsize == 4 else np.uint64)
 
 
-def _pieces(num_rows: int, num_items: int, size: int) -> list[tuple[int, int, int, int]]:
+def _pieces(num_rows: int, num_items: int, size: int) -> list[Piece]:
     """(first row, end, first item, end) for each thread: rows of their own, or a part of the items of all the rows."""
     num = max(1, min(torch.get_num_threads(), max(num_rows, num_items), size // ITEMS_PER_THREAD))
     by_rows = num_rows >= num or num_items == 1
     length = num_rows if by_rows else num_items
     num = min(num, length)
     ends = [length * piece // num for piece in range(num + 1)]
-    pairs = zip(ends[:-1], ends[1:], strict=True)
+    pairs = itertools.pairwise(ends)
     return [(*pair, 0, num_items) if by_rows else (0, num_rows, *pair) for pair in pairs]
 
 
-def _in_threads(work: Callable[[tuple[int, ...]], None], pieces: list[tuple[int, int, int, int]]) -> None:
+def _in_threads(work: Callable[[Piece], None], pieces: list[Piece]) -> None:
     if len(pieces) == 1:
         work(pieces[0])
         return
@@ -356,7 +361,7 @@ def _above(counts, thresholds, starts, relevant, relevant_starts, num_missing):
     """Irrelevant items at or above each threshold, from the numbers of all items in the intervals."""
     above = np.empty(len(thresholds), np.int64)
     for q in range(len(starts) - 1):
-        first, end, shift = starts[q], starts[q + 1], starts[q] + q
+        first, end = starts[q], starts[q + 1]
         interval = first
         for place in range(relevant_starts[q], relevant_starts[q + 1]):
             while interval < end and thresholds[interval] > relevant[place]:

@@ -75,15 +75,8 @@ def recall_loss(
     relevance: Tensor,
     *,
     lambda_val: float,
-    margin: float = 0.0,
     weighting: Weighting = "log",
-    mask: Tensor | None = None,
-    weights: Tensor | None = None,
-    reduction: str = "mean",
-    normalize: bool = True,
-    lambda_per: str = "batch",
-    rank_plus_grad: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> Tensor:
     r"""Recall at all K at once (Eqs. 16-20): the mean over the relevant items, then over the rows, of W(r_i).
 
@@ -92,7 +85,7 @@ def recall_loss(
     Args:
         weighting: W, see ``recall_item_loss``: "log", "loglog", a callable, or a table of weights w_K.
 
-    All other arguments, returns and errors are those of ``rank_loss``.
+    The ``options`` (margin, mask, weights, ...), what is returned and the errors are those of ``rank_loss``.
 
     >>> scores = torch.tensor([[0.9, 0.8, 0.1]], requires_grad=True)
     >>> relevance = torch.tensor([[False, True, False]])
@@ -108,14 +101,7 @@ def recall_loss(
         relevance,
         recall_item_loss(weighting),
         lambda_val=lambda_val,
-        margin=margin,
-        mask=mask,
-        weights=weights,
-        reduction=reduction,
-        normalize=normalize,
-        lambda_per=lambda_per,
-        rank_plus_grad=rank_plus_grad,
-        generator=generator,
+        **options,
     )
     return loss
 
@@ -125,15 +111,8 @@ def average_precision_loss(
     relevance: Tensor,
     *,
     lambda_val: float,
-    margin: float = 0.0,
     over_all: bool = False,
-    mask: Tensor | None = None,
-    weights: Tensor | None = None,
-    reduction: str = "mean",
-    normalize: bool = True,
-    lambda_per: str = "batch",
-    rank_plus_grad: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> Tensor:
     r"""One minus the (mean) average precision (Eqs. 21, 22), or the average precision over all rows at once (Eq. 23).
 
@@ -143,8 +122,8 @@ def average_precision_loss(
         over_all: rank the items of all rows as one sequence (Eq. 23, "AP over all classes"); ``weights`` has no meaning
             there, and "none" returns a scalar.
 
-    All other arguments, returns and errors are those of ``rank_loss``. The rows of the mean are those with a relevant
-    item: for a detector, the classes present.
+    The ``options``, what is returned and the errors are those of ``rank_loss``. The rows of the mean are those with a
+    relevant item: for a detector, the classes present.
 
     >>> scores = torch.tensor([[0.9, 0.8, 0.1], [0.5, 0.2, 0.7]])
     >>> relevance = torch.tensor([[False, True, True], [False, False, True]])
@@ -154,43 +133,42 @@ def average_precision_loss(
     tensor(0.4444)
     """
     if over_all:
-        scores, relevance, mask = _one_row(scores, relevance, mask, weights)
+        scores, relevance, options = _one_row(scores, relevance, options)
     loss, _ = rank_loss(
         scores,
         relevance,
         average_precision_item_loss,
         lambda_val=lambda_val,
-        margin=margin,
-        mask=mask,
-        weights=weights,
-        reduction=reduction,
-        normalize=normalize,
-        lambda_per=lambda_per,
-        rank_plus_grad=rank_plus_grad,
-        generator=generator,
+        **options,
     )
     return loss
 
 
-def _one_row(
-    scores: Tensor, relevance: Tensor, mask: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    if weights is not None:
-        raise ValueError("weights are per row, and over_all ranks all rows as one: pass weights=None")
-    checks.check_boolean("relevance", relevance, scores)
-    if mask is not None:
-        checks.check_boolean("mask", mask, scores)
-    return scores.flatten(), relevance.flatten(), None if mask is None else mask.flatten()
+def _one_row(scores: Tensor, relevance: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The items of all rows as one row."""
+    for name in ("weights", "segments"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} are of rows, and over_all ranks all rows as one: pass {name}=None")
+    of_items = {name: options[name] for name in ("mask", "item_weights") if options.get(name) is not None}
+    for name, value in {"relevance": relevance, **of_items}.items():
+        if tuple(value.shape) != tuple(scores.shape):
+            raise ValueError(f"{name} must have shape {tuple(scores.shape)}, got {tuple(value.shape)}")
+    flat = {name: value.flatten() for name, value in of_items.items()}
+    return scores.flatten(), relevance.flatten(), options | flat
 
 
 class RankLoss(nn.Module):
-    """The options that all rank losses share (see ``rank_loss``) and their forward pass; a subclass is a new loss.
+    """The options that all rank losses share and their forward pass; a subclass, or an ``item_loss``, is a new loss.
 
     Args:
-        item_loss: the loss of one relevant item, see ``rank_loss``.
+        item_loss: the loss of one relevant item, see ``rank_loss``, where the other arguments are explained too.
 
     ``statistics`` holds the ``RankStatistics`` of the last forward pass. The state of a ``generator`` is part of the
     module's ``state_dict``.
+
+    >>> loss_fn = RankLoss(lambda rank, rank_plus, num_relevant: rank.log(), lambda_val=1.0)
+    >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))  # log 2
+    tensor(0.6931)
     """
 
     def __init__(
@@ -221,9 +199,17 @@ class RankLoss(nn.Module):
         self.statistics: RankStatistics | None = None
 
     def forward(
-        self, scores: Tensor, relevance: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+        self,
+        scores: Tensor,
+        relevance: Tensor,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        item_weights: Tensor | None = None,
+        grades: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
-        """Scores, relevance and mask (..., N), weights (...): the loss, as ``rank_loss`` reduces it."""
+        """The loss of scores (..., N), or (M,) with ``segments``, as ``rank_loss`` reduces it."""
         loss, self.statistics = rank_loss(
             scores,
             relevance,
@@ -232,6 +218,9 @@ class RankLoss(nn.Module):
             margin=self.margin,
             mask=mask,
             weights=weights,
+            item_weights=item_weights,
+            grades=grades,
+            segments=segments,
             reduction=self.reduction,
             normalize=self.normalize,
             lambda_per=self.lambda_per,
@@ -270,73 +259,42 @@ class RankLoss(nn.Module):
 
 
 class RecallLoss(RankLoss):
-    """Module of ``recall_loss``: the loss of Recall@K at all K.
+    """Module of ``recall_loss``: the loss of Recall@K at all K. The ``options`` are those of ``RankLoss``.
 
     >>> loss_fn = RecallLoss(lambda_val=0.2, margin=0.02)
     >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))
     tensor(0.6931)
     """
 
-    def __init__(
-        self,
-        *,
-        lambda_val: float,
-        margin: float = 0.0,
-        weighting: Weighting = "log",
-        reduction: str = "mean",
-        normalize: bool = True,
-        lambda_per: str = "batch",
-        rank_plus_grad: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(
-            recall_item_loss(weighting),
-            lambda_val=lambda_val,
-            margin=margin,
-            reduction=reduction,
-            normalize=normalize,
-            lambda_per=lambda_per,
-            rank_plus_grad=rank_plus_grad,
-            generator=generator,
-        )
+    def __init__(self, *, lambda_val: float, weighting: Weighting = "log", **options: Any) -> None:
+        super().__init__(recall_item_loss(weighting), lambda_val=lambda_val, **options)
 
 
 class AveragePrecisionLoss(RankLoss):
     """Module of ``average_precision_loss``: one minus the mean average precision of the rows, or that over all rows.
+
+    The ``options`` are those of ``RankLoss``.
 
     >>> loss_fn = AveragePrecisionLoss(lambda_val=0.5, margin=0.15)
     >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))
     tensor(0.5000)
     """
 
-    def __init__(
-        self,
-        *,
-        lambda_val: float,
-        margin: float = 0.0,
-        over_all: bool = False,
-        reduction: str = "mean",
-        normalize: bool = True,
-        lambda_per: str = "batch",
-        rank_plus_grad: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(
-            average_precision_item_loss,
-            lambda_val=lambda_val,
-            margin=margin,
-            reduction=reduction,
-            normalize=normalize,
-            lambda_per=lambda_per,
-            rank_plus_grad=rank_plus_grad,
-            generator=generator,
-        )
+    def __init__(self, *, lambda_val: float, over_all: bool = False, **options: Any) -> None:
+        super().__init__(average_precision_item_loss, lambda_val=lambda_val, **options)
         self.over_all = over_all
 
     def forward(
-        self, scores: Tensor, relevance: Tensor, mask: Tensor | None = None, weights: Tensor | None = None
+        self,
+        scores: Tensor,
+        relevance: Tensor,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        **of_items: Any,
     ) -> Tensor:
-        """Scores, relevance and mask (..., N), weights (...) unless ``over_all``: the loss."""
+        """As ``RankLoss.forward``; with ``over_all`` neither ``weights`` nor ``segments``."""
         if self.over_all:
-            scores, relevance, mask = _one_row(scores, relevance, mask, weights)
-        return super().forward(scores, relevance, mask, weights)
+            options = {"mask": mask, "weights": weights, **of_items}
+            scores, relevance, options = _one_row(scores, relevance, options)
+            return super().forward(scores, relevance, **options)
+        return super().forward(scores, relevance, mask, weights, **of_items)

@@ -123,8 +123,8 @@ def rank_loss(
 
     >>> scores, relevance = torch.tensor([0.9, 0.5, 0.1, 0.3]), torch.tensor([False, True, True, True])
     >>> segments = torch.tensor([0, 0, 1, 1])  # from lengths: torch.arange(Q).repeat_interleave(lengths)
-    >>> rank_loss(scores, relevance, lambda rank, *_: 1 - 1 / rank, lambda_val=1.0, segments=segments, reduction="none")[0]
-    tensor([0.5000, 0.2500])
+    >>> rank_loss(scores, relevance, lambda rank, *_: 1 - 1 / rank, lambda_val=1.0, segments=segments)[0]
+    tensor(0.3750)
 
     Args:
         scores: (..., N) float; higher is better, ±inf allowed.
@@ -210,10 +210,7 @@ def rank_loss(
             rows,
         )
     weighted = losses * row_weights
-    if reduction == "none":
-        weighted = weighted.view(lead)
-    else:
-        weighted = weighted.sum()
+    weighted = weighted.view(lead) if reduction == "none" else weighted.sum()
     if reduction == "mean":
         weighted = weighted / _or_one(row_weights.sum())
     return weighted, RankStatistics(*(values.view(lead) for values in (num_relevant, mean_r, num_still)))
