@@ -4,9 +4,10 @@
     python benchmarks/speed.py --largest 1e6 --out speed    # writes speed.json and speed.png
 
 All in one run, one after the other on the same scores, median of several repetitions; what the table gives is the
-ratio. Competitors: two full sorts (``core/sorting.py``); a loop over the relevant items, the way AP-loss computes its
-exact gradient; binary cross-entropy on the same scores as the floor; PML's FastAP and SmoothAP where the similarity
-matrix of a batch fits. The peak memory is that of a process of its own for each N.
+ratio. Competitors: ours without numba (``core/counting.py``); two full sorts (``core/sorting.py``); a loop over the
+relevant items, the way AP-loss computes its exact gradient; binary cross-entropy on the same scores as the floor; PML's FastAP and SmoothAP where the similarity matrix of a batch fits.
+Scores are normal; "trained" are those where the relevant items lie 5 standard deviations higher. The peak memory is
+that of a process of its own for each N.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ from matplotlib.figure import Figure
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rambo_plugins.core import average_precision_loss, counting, sorting
+from rambo_plugins.core import average_precision_loss, counting, kernels, sorting
 
 SIZES = [10**k for k in range(3, 9)]
 SHARES = [1e-4, 1e-3, 1e-2, 1e-1, 0.5]
+TRAINED = [(1, 10**6, 10**3), (1, 10**6, 10**4), (1, 10**6, 10**5)]
 ROWS = [(128, 128, 3), (128, 512, 12), (256, 65_536, 4), (4096, 65_536, 4), (80, 4096, 50)]
 OPTIONS = {"lambda_val": 0.5, "margin": 0.15}
 TIME_LIMIT = 10.0  # seconds that the loop over N·P pairs may be expected to take, from its time on the last problem
 
 
-def problem(num_rows: int, num_items: int, num_relevant: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal scores, relevant items anywhere."""
+def problem(
+    num_rows: int, num_items: int, num_relevant: int, device: str, higher: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal scores, relevant items anywhere, their scores ``higher``."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(num_rows, num_items, generator=generator)
     relevance = torch.zeros(num_rows, num_items, dtype=torch.bool)
     places = torch.randint(num_items, (num_rows, num_relevant), generator=generator)
     relevance.scatter_(1, places, True)
+    if higher:
+        scores += higher * relevance
     return scores.to(device).requires_grad_(), relevance.to(device)
 
 
@@ -52,9 +58,14 @@ def ours(scores: torch.Tensor, relevance: torch.Tensor) -> None:
     average_precision_loss(scores, relevance, **OPTIONS).backward()
 
 
+def without_numba(scores: torch.Tensor, relevance: torch.Tensor) -> None:
+    with mock.patch.object(kernels, "kernel_for", return_value=counting):
+        ours(scores, relevance)
+
+
 def two_sorts(scores: torch.Tensor, relevance: torch.Tensor) -> None:
-    with mock.patch.object(counting, "rank_and_move", sorting.rank_and_move):
-        average_precision_loss(scores, relevance, **OPTIONS).backward()
+    with mock.patch.object(kernels, "kernel_for", return_value=sorting):
+        ours(scores, relevance)
 
 
 def cross_entropy(scores: torch.Tensor, relevance: torch.Tensor) -> None:
@@ -81,6 +92,7 @@ def loop_over_relevant(scores: torch.Tensor, relevance: torch.Tensor) -> None:
 
 COMPETITORS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "ours": ours,
+    "without numba": without_numba,
     "two sorts": two_sorts,
     "loop over relevant": loop_over_relevant,
     "cross-entropy": cross_entropy,
@@ -99,15 +111,19 @@ def seconds(run: Callable[[], None], device: str, repetitions: int) -> float:
     return statistics.median(times[-repetitions:])
 
 
-def measure(num_rows: int, num_items: int, num_relevant: int, device: str, seconds_a_pair: float) -> dict[str, float]:
+def measure(
+    num_rows: int, num_items: int, num_relevant: int, device: str, seconds_a_pair: float, higher: float = 0.0
+) -> dict[str, float]:
     """Seconds of each competitor; of the loop only where its ``seconds_a_pair`` promise an end."""
-    scores, relevance = problem(num_rows, num_items, num_relevant, device)
+    scores, relevance = problem(num_rows, num_items, num_relevant, device, higher)
     repetitions = 9 if scores.numel() <= 10**6 else 3 if scores.numel() <= 10**7 else 1
     times = {}
     for name, run in COMPETITORS.items():
         pairs = num_rows * num_items * num_relevant
         if run is loop_over_relevant and (pairs * seconds_a_pair > TIME_LIMIT or num_rows > 1000):
             continue
+        if run is without_numba and (device != "cpu" or not counting.is_faster(scores, relevance)):
+            continue  # it would sort twice
 
         def once(run: Callable[[torch.Tensor, torch.Tensor], None] = run) -> None:
             scores.grad = None
@@ -163,6 +179,8 @@ def draw(points: list[dict], path: Path) -> None:
             line = [
                 (p["items"], 1e3 * p["seconds"][name]) for p in points if p["share"] == share and name in p["seconds"]
             ]
+            if not line:
+                continue
             axes.loglog(*zip(*line, strict=True), marker="o", markersize=3, label=name)
         axes.set_title(f"P/N = {share:g}")
         axes.set_xlabel("N")
@@ -179,9 +197,8 @@ def markdown(points: list[dict]) -> str:
     for p in points:
         own = p["seconds"]["ours"]
         ratios = [f"{p['seconds'][n] / own:.2g} ×" if n in p["seconds"] else "–" for n in others]
-        lines.append(
-            f"| {p['rows']:,} × {p['items']:,}, {p['relevant']:,} | {1e3 * own:,.2f} ms | {' | '.join(ratios)} |"
-        )
+        problem_of = f"{p['rows']:,} × {p['items']:,}, {p['relevant']:,}" + ", trained" * p["trained"]
+        lines.append(f"| {problem_of} | {1e3 * own:,.2f} ms | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 
@@ -199,28 +216,34 @@ def main() -> None:
         print(_peak_of_this_process())
         return
 
-    shapes = [(1, n, max(1, round(n * share)), share) for share in SHARES for n in SIZES if n <= args.largest]
+    shapes = [(1, n, max(1, round(n * share)), share, 0.0) for share in SHARES for n in SIZES if n <= args.largest]
     shapes = [shape for shape in shapes if shape[1] * shape[3] >= 1]
-    shapes += [(*rows, None) for rows in ROWS if rows[0] * rows[1] <= args.largest * 4]
+    shapes += [(*rows, None, 5.0) for rows in TRAINED if rows[1] <= args.largest]
+    shapes += [(*rows, None, 0.0) for rows in ROWS if rows[0] * rows[1] <= args.largest * 4]
     points: list[dict] = []
     seconds_a_pair = 0.0
-    for num_rows, num_items, num_relevant, share in tqdm(shapes):
-        times = measure(num_rows, num_items, num_relevant, args.device, seconds_a_pair)
+    for num_rows, num_items, num_relevant, share, higher in tqdm(shapes):
+        times = measure(num_rows, num_items, num_relevant, args.device, seconds_a_pair, higher)
         if "loop over relevant" in times:
             seconds_a_pair = times["loop over relevant"] / (num_rows * num_items * num_relevant)
         points.append(
-            {"rows": num_rows, "items": num_items, "relevant": num_relevant, "share": share, "seconds": times}
-        )
+            {
+                "rows": num_rows, "items": num_items, "relevant": num_relevant, "share": share,
+                "trained": higher > 0, "seconds": times,
+            }
+        )  # fmt: skip
     outcome = {
         "device": args.device if args.device == "cpu" else torch.cuda.get_device_name(),
         "threads": args.threads,
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("torch", "pytorch-metric-learning")},
+            **{name: importlib.metadata.version(name) for name in ("torch", "pytorch-metric-learning", "numba")},
         },
         "seed": 0,
         "points": points,
-        "slope": {name: slope(points, name) for name in ("ours", "two sorts")} if args.largest >= 10**6 else None,
+        "slope": {name: slope(points, name) for name in ("ours", "two sorts", "cross-entropy")}
+        if args.largest >= 10**6
+        else None,
         "metric_learning": {b: metric_learning(b, args.device) for b in (128, 512, 2048) if b <= args.largest},
         "peak_memory": {n: peak_memory(n, n // 100) for n in SIZES if n <= args.largest and args.device == "cpu"},
     }

@@ -112,7 +112,7 @@ def test_values_and_gradients_equal_loops_from_the_equations(name, kernel):
         assert statistics.num_relevant.tolist() == [
             sum(r and (mask is None or mask[q][i]) for i, r in enumerate(row)) for q, row in enumerate(relevance)
         ]
-    assert moved > 50, "the cases must move something"
+    assert moved > 20, "the cases must move something"
 
 
 @pytest.mark.parametrize("seed", range(200))

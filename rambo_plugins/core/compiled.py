@@ -64,7 +64,7 @@ def rank_and_move(
     num_rows, num_items = scores.shape
     scores = scores.contiguous()
     index = relevance.reshape(-1).nonzero()[:, 0]
-    row = index // max(num_items, 1)
+    row = index // num_items if num_rows > 1 else torch.zeros_like(index)
     if grades is not None:  # among equals the lower grade first
         by_grade = grades.reshape(-1)[index].argsort(stable=True)
         by_grade = by_grade[row[by_grade].argsort(stable=True)]
@@ -78,6 +78,8 @@ def rank_and_move(
         return values.reshape(-1)[row] if values.shape[1] == 1 else values.reshape(-1)[index]
 
     def total(values: Tensor) -> Tensor:
+        if num_rows == 1:
+            return values.sum().to(own.dtype).view(1)
         return torch.zeros(num_rows, dtype=torch.float64).index_add(0, row, values.double()).to(own.dtype)
 
     old, order = items.sort(relevant)
@@ -86,19 +88,19 @@ def rank_and_move(
     mean_r = total(r) / num_relevant.clamp(min=1)
     if not needs_grad:
         return losses, mean_r, num_relevant, scores.new_zeros(0)
-    row_step = pack(step)
     divisor = torch.where(step == 0, 1, step)
     moved_by = torch.zeros_like(r)
     if to_rank is None:
         grad = torch.zeros_like(scores)
     else:
-        new, new_order = items.sort(relevant + row_step * to_rank)
+        new, new_order = items.sort(relevant + pack(step) * to_rank)
         moved = items.move(old, new, new_order, divisor[:, 0].numpy())
         grad, moved_plus, moved_r = (torch.from_numpy(values) for values in moved)
-        moved_by += moved_r + moved_plus - r - ranks_plus
+        moved_by = moved_r + moved_plus - r - ranks_plus
     if rank_plus_grad and to_rank_plus is not None:
-        moved_by += torch.from_numpy(items.rank(*items.sort(relevant + row_step * to_rank_plus))[0]) - ranks_plus
-    num_still = torch.zeros_like(num_relevant).index_add_(0, row, (moved_by == 0).long())
+        moved_plus_alone, _ = items.rank(*items.sort(relevant + pack(step) * to_rank_plus))
+        moved_by = moved_by + torch.from_numpy(moved_plus_alone) - ranks_plus
+    num_still = torch.bincount(row[moved_by == 0], minlength=num_rows)
     grad.view(-1)[index] = moved_by.to(scores.dtype) / pack(divisor)
     return losses, mean_r, num_still, grad
 

@@ -21,6 +21,8 @@ from rambo_plugins.core.sorting import ItemGradient, Outcome, order_of, position
 
 SMALL, MOST_RELEVANT = 2**13, 0.25
 """Items of a whole problem below which, and share of the relevant items above which, sorting is faster."""
+MOST_IN_BINS = 2**22
+"""Relevant items of a row above which sorting is faster too: its bins would be crowded."""
 BLOCK = 2**17
 """Items of a block."""
 FEW = 5
@@ -32,7 +34,8 @@ CROWD = 64
 
 def is_faster(scores: Tensor, relevance: Tensor) -> bool:
     """Than sorting, by the measurements of ``benchmarks/speed.py``."""
-    return scores.numel() >= SMALL and int(relevance.sum()) <= MOST_RELEVANT * scores.numel()
+    most = min(MOST_RELEVANT * scores.numel(), MOST_IN_BINS * len(scores))
+    return scores.numel() >= SMALL and int(relevance.sum()) <= most
 
 
 def rank_and_move(
