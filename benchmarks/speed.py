@@ -5,7 +5,8 @@
 
 All in one run, one after the other on the same scores, median of several repetitions; what the table gives is the
 ratio. Competitors: ours without numba (``core/counting.py``); two full sorts (``core/sorting.py``); a loop over the
-relevant items, the way AP-loss computes its exact gradient; binary cross-entropy on the same scores as the floor; PML's FastAP and SmoothAP where the similarity matrix of a batch fits.
+relevant items, the way AP-loss computes its exact gradient; binary cross-entropy on the same scores as the floor; PML's
+FastAP and SmoothAP where the similarity matrix of a batch fits.
 Scores are normal; "trained" are those where the relevant items lie 5 standard deviations higher. The peak memory is
 that of a process of its own for each N.
 """

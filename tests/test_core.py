@@ -213,6 +213,100 @@ def test_the_kernels_agree_on_long_rows(kind, num_rows, monkeypatch):
     assert moved > 300
 
 
+def segmented(seed):
+    """Rows of a random problem as one shuffled line of items; dense indices of the items, and each item's row."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 40, (6,), generator=generator) ** 2 // 40  # unequal, some empty
+    segments = torch.arange(6).repeat_interleave(lengths)
+    segments = segments[torch.randperm(len(segments), generator=generator)] if seed % 2 else segments
+    scores = torch.randint(-8, 9, (len(segments),), generator=generator) / 8
+    scores = scores.double()
+    relevance = torch.rand(len(segments), generator=generator) < 0.3
+    mask = torch.rand(len(segments), generator=generator) < 0.8 if seed % 3 else None
+    return scores, relevance, mask, segments
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("lambda_per", ["batch", "row"])
+def test_segments_equal_loops_over_rows_of_unequal_length(lambda_per):
+    moved = 0
+    for seed in range(30):
+        scores, relevance, mask, segments = segmented(seed)
+        weights = torch.tensor([1.0, 2.0, 0.0, 1.0, 3.0, 0.5], dtype=torch.float64)
+        options = {"lambda_val": 4.0, "margin": 0.25, "lambda_per": lambda_per}
+        rows = [(segments == q).nonzero()[:, 0] for q in range(6)]
+        losses, shares, grads = oracles.rank_loss(
+            [scores[row].tolist() for row in rows],
+            [relevance[row].tolist() for row in rows],
+            oracles.ap_item,
+            mask=None if mask is None else [mask[row].tolist() for row in rows],
+            weights=weights.tolist(),
+            **options,
+        )
+        y = scores.clone().requires_grad_()
+        each = average_precision_loss(
+            y, relevance, mask=mask, segments=segments, weights=weights, reduction="none", **options
+        )
+        np.testing.assert_allclose(each.detach().numpy(), np.multiply(losses, weights.tolist()), atol=1e-12)
+        loss = average_precision_loss(y, relevance, mask=mask, segments=segments, weights=weights, **options)
+        assert loss.item() == pytest.approx(np.dot(shares, losses), abs=1e-12)
+        loss.backward()
+        for row, expected in zip(rows, grads, strict=True):
+            np.testing.assert_allclose(y.grad[row].numpy(), expected, atol=1e-9)
+        moved += int(y.grad.count_nonzero())
+    assert moved > 100
+
+
+def test_segments_without_weights_end_with_the_largest():
+    scores, relevance = torch.tensor([0.5, 0.2, 0.1]), torch.tensor([False, True, True])
+    losses = recall_loss(scores, relevance, lambda_val=1.0, segments=torch.tensor([0, 0, 3]), reduction="none")
+    assert losses.tolist() == pytest.approx([np.log(2), 0.0, 0.0, 0.0])
+    nothing = recall_loss(scores[:0], relevance[:0], lambda_val=1.0, segments=torch.zeros(0, dtype=torch.int64))
+    assert nothing.item() == 0
+
+
+@pytest.mark.usefixtures("kernel")
+def test_item_weights_are_those_of_the_relevant_items_in_the_mean_of_their_row():
+    """A row's loss is Σ w_i ℓ_i / Σ w_i; what weighs more moves further."""
+    scores = torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5]], dtype=torch.float64)
+    relevance = torch.tensor([[False, True, False, True, False], [True, False, False, False, True]])
+    item_weights = torch.tensor([[9.0, 1.0, 9.0, 3.0, 9.0], [0.0, 9.0, 9.0, 9.0, 0.0]])
+    loss, _ = rank_loss(
+        scores, relevance, recall_item_loss("log"), lambda_val=1.0, item_weights=item_weights, reduction="none"
+    )
+    # One and two irrelevant items above; the second row's relevant items weigh nothing.
+    assert loss.tolist() == pytest.approx([(1 * np.log(2) + 3 * np.log(3)) / 4, 0.0])
+    y = scores[:1].clone().requires_grad_()
+    loss, _ = rank_loss(y, relevance[:1], recall_item_loss("log"), lambda_val=0.1, item_weights=item_weights[:1])
+    loss.backward()
+    # λ·N = 0.5, the slopes 1/2 · 1/4 and 1/3 · 3/4: 0.4 moves to 0.4625, which changes nothing, 0.2 to 0.325, past 0.3.
+    np.testing.assert_allclose(y.grad.numpy(), [[0, 0, 1 / 0.5, -1 / 0.5, 0]], atol=1e-12)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_equal_weights_are_no_weights(problem):
+    scores, relevance = problem
+    weighted = grad_of(scores, relevance, item_weights=torch.full((16, 64), 2.5))
+    torch.testing.assert_close(weighted, grad_of(scores, relevance))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_grades_reach_the_item_loss_and_break_ties_the_lower_grade_first():
+    scores = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.9]])
+    relevance = torch.tensor([[True, True, True, False, False]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    grades = torch.tensor([[3.0, -1.0, 2.0, 77.0, 77.0]])
+    seen = []
+
+    def item_loss(rank, rank_plus, num_relevant, grade):
+        seen.extend(zip(rank.flatten().tolist(), rank_plus.flatten().tolist(), grade.flatten().tolist(), strict=True))
+        return rank * grade
+
+    loss, _ = rank_loss(scores, relevance, item_loss, lambda_val=1.0, mask=mask, grades=grades)
+    assert {(2.0, 1.0, -1.0), (3.0, 2.0, 2.0), (4.0, 3.0, 3.0)} <= set(seen)
+    assert loss.item() == pytest.approx((2 * -1 + 3 * 2 + 4 * 3) / 3)
+
+
 @pytest.fixture
 def problem():
     generator = torch.Generator().manual_seed(0)
@@ -438,6 +532,7 @@ def test_a_loss_of_ones_own_is_an_item_loss():
 
 
 SCORES, RELEVANCE = torch.zeros(2, 3), torch.tensor([[True, False, True], [False, True, True]])
+FLAT = {"scores": torch.zeros(3), "relevance": torch.tensor([True, False, True])}
 
 
 @pytest.mark.parametrize(
@@ -452,6 +547,13 @@ SCORES, RELEVANCE = torch.zeros(2, 3), torch.tensor([[True, False, True], [False
         ({"relevance": torch.zeros(2, 3, dtype=torch.bool, device="meta")}, ValueError, "device"),
         ({"mask": torch.zeros(3, dtype=torch.bool)}, ValueError, r"mask must have shape \(2, 3\)"),
         ({"weights": torch.zeros(3)}, ValueError, r"weights must have shape \(2,\)"),
+        ({"item_weights": torch.zeros(3)}, ValueError, r"item_weights must have shape \(2, 3\)"),
+        ({"grades": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "grades must be a floating-point"),
+        ({"segments": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"flat scores \(M,\), got .*\(2, 3\)"),
+        (FLAT | {"segments": torch.zeros(3)}, TypeError, "segments must be an int64 tensor, got torch.float32"),
+        (FLAT | {"segments": torch.tensor([0, -1, 2])}, ValueError, "segments must lie in 0 to 2, got values from -1"),
+        (FLAT | {"segments": torch.tensor([0, 1, 2]), "weights": torch.ones(2)}, ValueError, "0 to 1, .* from 0 to 2"),
+        ({"margins": 0.1}, TypeError, "margins"),
         ({"weights": torch.zeros(2, dtype=torch.int64)}, TypeError, "weights must be a floating-point"),
         ({"lambda_val": 0.0}, ValueError, "lambda_val must be a finite number > 0, got 0.0"),
         ({"lambda_val": float("nan")}, ValueError, "lambda_val"),
@@ -499,3 +601,14 @@ def test_infinite_scores_rank_like_any_others():
         loss.backward()
         assert loss.item() == 0.5
         assert scores.grad.isfinite().all()
+
+
+def test_torch_func_and_vmap_are_refused_clearly():
+    relevance = torch.tensor([True, False, True])
+
+    def loss(scores):
+        return recall_loss(scores, relevance, lambda_val=1.0)
+
+    for transformed in (torch.func.grad(loss), torch.func.vmap(loss)):
+        with pytest.raises(TypeError, match=r"torch\.func transforms or vmap"):
+            transformed(torch.zeros(3, 3))

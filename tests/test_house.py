@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rambo_plugins"
 STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {  # what each part may import besides the standard library and itself
-    "core": {"torch"},
+    "core": {"torch", "numba", "numpy"},
     "pml": {"torch", "pytorch_metric_learning", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "rambo_plugins.core"},
     "demo": {
