@@ -153,7 +153,7 @@ def train(spec: Spec, data: tuple[ImageClasses, ImageClasses]) -> dict[str, Any]
     model.eval()
     with torch.no_grad():
         embeddings = torch.cat([model(images) for images in test_set.images.split(512)])
-    accuracies = RecallCalculator(ks=(1,)).get_accuracy(embeddings, test_set.labels)
+    accuracies = RecallCalculator(ks=(1,), normalize=True).get_accuracy(embeddings, test_set.labels)
     return {
         **dataclasses.asdict(spec),
         **{name: round(float(accuracies[name]), 5) for name in METRICS},
