@@ -39,8 +39,7 @@ from rambo_plugins.evaluation import RecallCalculator
 from rambo_plugins.pml import RamboAPLoss, RamboRecallLoss
 
 LOSSES = {"recall": RamboRecallLoss, "ap": RamboAPLoss}
-CLASSES_PER_BATCH, IMAGES_PER_CLASS = 32, 4
-BATCH = CLASSES_PER_BATCH * IMAGES_PER_CLASS
+BATCH = 128
 LEARNING_RATE = 1e-3
 WINDOW = 10  # steps that a point of the curves is the mean of
 METRICS = {"recall_at_1": "R@1", "mean_average_precision_at_r": "MAP@R"}
@@ -94,14 +93,18 @@ class Spec:
     value: float
     seed: int
     steps: int
+    images_per_class: int = 4
     gain: float = 0.5
     start: float = 1.0
 
     @property
     def file_name(self) -> str:
         name = f"{self.data}-{self.loss}-{self.margin:g}-{self.policy.replace(' ', '_')}-{self.value:g}-{self.seed}"
-        unusual = (self.gain, self.start) != (Spec.gain, Spec.start)
-        return name + (f"-gain{self.gain:g}-start{self.start:g}" if unusual else "") + ".json"
+        if self.images_per_class != Spec.images_per_class:
+            name += f"-images{self.images_per_class}"
+        if (self.gain, self.start) != (Spec.gain, Spec.start):
+            name += f"-gain{self.gain:g}-start{self.start:g}"
+        return name + ".json"
 
 
 def train(spec: Spec, data: tuple[ImageClasses, ImageClasses]) -> dict[str, Any]:
@@ -126,8 +129,10 @@ def train(spec: Spec, data: tuple[ImageClasses, ImageClasses]) -> dict[str, Any]
         return item_loss(rank, rank_plus, num_relevant)
 
     loss_fn.item_loss = counted
-    num_relevant = BATCH * (IMAGES_PER_CLASS - 1)
-    sampler = MPerClassSampler(train_set.labels, IMAGES_PER_CLASS, BATCH, length_before_new_iter=BATCH * spec.steps)
+    num_relevant = BATCH * (spec.images_per_class - 1)
+    sampler = MPerClassSampler(
+        train_set.labels, spec.images_per_class, BATCH, length_before_new_iter=BATCH * spec.steps
+    )
     points = []
     began = time.perf_counter()
     for batch in torch.tensor(list(sampler)).view(-1, BATCH):
@@ -168,8 +173,13 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: (case_of(run), policy_of(run), run["seed"]))
 
 
-def case_of(run: dict[str, Any]) -> tuple[str, str, float]:
-    return run["data"], run["loss"], run["margin"]
+def case_of(run: dict[str, Any]) -> tuple[str, str, float, int]:
+    return run["data"], run["loss"], run["margin"], run["images_per_class"]
+
+
+def case_name(case: tuple[str, str, float, int]) -> str:
+    data, loss, margin, images = case
+    return f"{data} {loss} {margin:g}" + (f" {BATCH // images}×{images}" if images != Spec.images_per_class else "")
 
 
 def policy_of(run: dict[str, Any]) -> tuple[bool, str, float, float, float]:
@@ -212,7 +222,7 @@ def tables(runs: list[dict[str, Any]]) -> str:
     """Markdown: the metrics by policy and case, how far each policy is from the best fixed λ, and λ and the shares."""
     policies = sorted({policy_of(run) for run in runs})
     cases = sorted({case_of(run) for run in runs})
-    head = f"| policy | {' | '.join(f'{d} {loss} {m:g}' for d, loss, m in cases)} |"
+    head = f"| policy | {' | '.join(map(case_name, cases))} |"
     rule = f"|---|{'---|' * len(cases)}"
     parts = []
     for metric, title in METRICS.items():
@@ -259,6 +269,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lambdas", nargs="*", type=float, default=[0.02, 0.1, 0.5, 1, 2, 5, 16, 64], help="fixed λ")
     parser.add_argument("--targets", nargs="*", type=float, default=[0.5, 0.7, 0.9], help="of the controller")
     parser.add_argument("--targets-of-all", nargs="*", type=float, default=[], help="of all the relevant items")
+    parser.add_argument("--images-per-class", type=int, default=Spec.images_per_class)
     parser.add_argument("--gain", type=float, default=Spec.gain)
     parser.add_argument("--start", type=float, default=Spec.start, help="the controller's first λ")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
@@ -281,9 +292,9 @@ def main() -> None:
     policies = [("fixed", value) for value in args.lambdas] + [("auto", value) for value in args.targets]
     policies += [("auto of all", value) for value in args.targets_of_all]
     specs = [
-        Spec(data, loss, margin, policy, value, seed, args.steps)
+        Spec(data, loss, margin, policy, value, seed, args.steps, args.images_per_class)
         if policy == "fixed"
-        else Spec(data, loss, margin, policy, value, seed, args.steps, args.gain, args.start)
+        else Spec(data, loss, margin, policy, value, seed, args.steps, args.images_per_class, args.gain, args.start)
         for seed, margin, data, loss, (policy, value) in itertools.product(
             args.seeds, args.margins, names, args.losses, policies
         )
@@ -305,11 +316,14 @@ def main() -> None:
     if len({run["steps"] for run in runs}) > 1:
         raise SystemExit(f"{args.runs} holds runs of different lengths, choose another folder")
     have = {(case_of(run), policy_of(run), run["seed"]) for run in runs}
-    product = itertools.product(*(sorted({key[i] for key in have}) for i in range(3)))
-    absent = [f"{' '.join(map(str, case))}: {policy_name(p)}, seed {seed}" for case, p, seed in product
-              if (case, p, seed) not in have]  # fmt: skip
+    cases, policies_run, seeds = (sorted(set(keys)) for keys in zip(*have, strict=True))
+    absent = [
+        f"{case_name(case)}, {policy_name(policy)}, seed {seed}"
+        for case, policy, seed in itertools.product(cases, policies_run, seeds)
+        if (case, policy, seed) not in have
+    ]
     outcome = {
-        "settings": {"steps": runs[0]["steps"], "batch": BATCH, "classes_per_batch": CLASSES_PER_BATCH,
+        "settings": {"steps": runs[0]["steps"], "batch": BATCH,
                      "learning_rate": LEARNING_RATE, "threads": args.threads, "window": WINDOW},
         "versions": versions(),
         "seeds": sorted({run["seed"] for run in runs}),
