@@ -193,13 +193,34 @@ def policy_name(policy: tuple[bool, str, float, float, float]) -> str:
     return f"{name} {value:g}" + (f", η {gain:g}, start {start:g}" if (gain, start) != (Spec.gain, Spec.start) else "")
 
 
-def grid_of_means(runs: list[dict[str, Any]], metric: str) -> dict[tuple, dict[tuple, tuple[float, int]]]:
-    """case -> policy -> (mean over the seeds in percent, seeds)."""
-    grid: dict[tuple, dict[tuple, tuple[float, int]]] = {}
-    for (case, policy), group in itertools.groupby(runs, key=lambda run: (case_of(run), policy_of(run))):
-        values = [100 * run[metric] for run in group]
-        grid.setdefault(case, {})[policy] = (float(np.mean(values)), len(values))
-    return grid
+def values_of(runs: list[dict[str, Any]], metric: str) -> dict[tuple, dict[tuple, dict[int, float]]]:
+    """case -> policy -> seed -> the metric in percent."""
+    values: dict[tuple, dict[tuple, dict[int, float]]] = {}
+    for run in runs:
+        values.setdefault(case_of(run), {}).setdefault(policy_of(run), {})[run["seed"]] = 100 * run[metric]
+    return values
+
+
+def gap_to_best(by_policy: dict[tuple, dict[int, float]], policy: tuple) -> float:
+    """The mean of a policy over its seeds, less the best of the fixed λ on the same seeds."""
+    seeds = by_policy[policy]
+    fixed = [
+        np.mean([values[seed] for seed in seeds])
+        for other, values in by_policy.items()
+        if not other[0] and values.keys() >= seeds.keys()
+    ]
+    return float(np.mean(list(seeds.values())) - max(fixed, default=math.nan))
+
+
+def paired(values: dict[tuple, dict[tuple, dict[int, float]]], first: tuple, second: tuple) -> np.ndarray:
+    """Differences of two policies on the same case and seed, which share the initial weights and the batches."""
+    return np.array(
+        [
+            by_policy[first][seed] - by_policy[second][seed]
+            for by_policy in values.values()
+            for seed in sorted(by_policy.get(first, {}).keys() & by_policy.get(second, {}).keys())
+        ]
+    )
 
 
 def pooled_deviation(runs: list[dict[str, Any]], metric: str) -> float:
@@ -226,34 +247,48 @@ def tables(runs: list[dict[str, Any]]) -> str:
     rule = f"|---|{'---|' * len(cases)}"
     parts = []
     for metric, title in METRICS.items():
-        grid = grid_of_means(runs, metric)
-        best = {case: max((v for p, (v, _) in row.items() if not p[0]), default=math.nan) for case, row in grid.items()}
-        lines = [head[:-1] + "| mean gap | largest gap |", rule + "---|---|"]
+        values = values_of(runs, metric)
+        lines = [head + " mean gap | largest gap |", rule + "---|---|"]
         for policy in policies:
-            cells = []
+            cells, gaps = [], []
             for case in cases:
-                value, seeds = grid[case].get(policy, (math.nan, 0))
-                mark = "**" if value == best[case] else ""
-                cells.append(f"{mark}{value:.1f}{mark} ({seeds})" if seeds else "–")
-            gaps = [grid[case][policy][0] - best[case] for case in cases if policy in grid[case]]
+                seeds = values[case].get(policy)
+                if seeds is None:
+                    cells.append("–")
+                    continue
+                gaps.append(gap_to_best(values[case], policy))
+                mark = "**" if gaps[-1] == 0 else ""
+                cells.append(f"{mark}{np.mean(list(seeds.values())):.1f}{mark} ({len(seeds)})")
             of = "" if len(gaps) == len(cases) else f" of {len(gaps)}"
             cells += [f"{np.mean(gaps):+.1f}{of}", f"{min(gaps):+.1f}"]
             lines.append(f"| {policy_name(policy)} | {' | '.join(cells)} |")
-        noise = pooled_deviation(runs, metric)
         parts.append(
-            f"{title}, %, mean (seeds); bold is the best fixed λ, the gaps are to it; "
-            f"standard deviation of a seed {noise:.2f}:\n\n" + "\n".join(lines)
+            f"{title}, %, mean (seeds); the gap is to the best fixed λ on the same seeds, in bold where it is 0; "
+            f"standard deviation of a seed {pooled_deviation(runs, metric):.2f}:\n\n" + "\n".join(lines)
+        )
+        fixed = [policy for policy in policies if not policy[0]]
+        lines = [f"| | {' | '.join(map(policy_name, fixed))} |", f"|---|{'---|' * len(fixed)}"]
+        for policy in (policy for policy in policies if policy[0]):
+            cells = []
+            for other in fixed:
+                by = paired(values, policy, other)
+                error = by.std(ddof=1) / math.sqrt(len(by)) if len(by) > 1 else math.nan
+                cells.append(f"{by.mean():+.2f} ± {error:.2f} ({len(by)})" if len(by) else "–")
+            lines.append(f"| {policy_name(policy)} | {' | '.join(cells)} |")
+        parts.append(
+            f"{title}, auto less a fixed λ on the same case and seed, mean ± standard error (pairs):\n\n"
+            + "\n".join(lines)
         )
     for curve, title in (("moved_of_imperfect", "share that moves"), ("imperfect", "imperfect"), ("lambda_val", "λ")):
         lines = [head, rule]
         for policy in policies:
             if curve == "lambda_val" and not policy[0]:
                 continue
-            cells = []
+            means = []
             for case in cases:
                 group = [late(run, curve) for run in runs if (case_of(run), policy_of(run)) == (case, policy)]
-                cells.append(f"{np.mean(group):.3g}" if group else "–")
-            lines.append(f"| {policy_name(policy)} | {' | '.join(cells)} |")
+                means.append(f"{np.mean(group):.3g}" if group else "–")
+            lines.append(f"| {policy_name(policy)} | {' | '.join(means)} |")
         parts.append(f"{title}, mean over the last third of the training:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
@@ -287,7 +322,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.runs.mkdir(parents=True, exist_ok=True)
     names = [name for name in args.data if name == "glyphs" or args.omniglot is not None]
-    if names != args.data:
+    if names != args.data and not args.report:
         print("omniglot is left out: give its folder with --omniglot")
     policies = [("fixed", value) for value in args.lambdas] + [("auto", value) for value in args.targets]
     policies += [("auto of all", value) for value in args.targets_of_all]
@@ -323,8 +358,8 @@ def main() -> None:
         if (case, policy, seed) not in have
     ]
     outcome = {
-        "settings": {"steps": runs[0]["steps"], "batch": BATCH,
-                     "learning_rate": LEARNING_RATE, "threads": args.threads, "window": WINDOW},
+        "settings": {"steps": runs[0]["steps"], "batch": BATCH, "learning_rate": LEARNING_RATE,
+                     "threads": args.threads, "window": WINDOW},
         "versions": versions(),
         "seeds": sorted({run["seed"] for run in runs}),
         "deviation_of_a_seed": {metric: round(pooled_deviation(runs, metric), 3) for metric in METRICS},
