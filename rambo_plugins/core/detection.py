@@ -1,7 +1,8 @@
 r"""The rank loss of a detector's classifier, behind every detection toolkit: mean AP and AP over all classes, 2 : 1.
 
-A detector scores R boxes for each of C classes. Each class is a row of R scores, ranked by itself (Eqs. 21, 22), and all
-R·C scores are one row (Eq. 23); both together with those of the last τ batches. The conventions are in ``ranking.py``.
+A detector scores R boxes for each of C classes. Each class is a row of R scores, ranked by itself (Eqs. 21, 22), and
+all R·C scores are one row (Eq. 23); both together with those of the last τ batches. The conventions are in
+``ranking.py``.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class DetectionLoss(nn.Module):
 
 
 class _Memory(ScoreMemory):
-    """Its ``lengths`` in the ``state_dict`` have τ entries from the start: mmengine's weight averaging copies in place."""
+    """``lengths`` in the ``state_dict`` has τ entries from the start: mmengine's averaging copies it in place."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
