@@ -11,6 +11,8 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
+import rambo_plugins.mmdet  # noqa: F401  registers RamboLoss
+
 
 class Curve(Hook):
     """Keeps the figures of each validation in a file, so that a resumed run has those before."""

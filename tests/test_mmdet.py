@@ -22,6 +22,7 @@ from mmdet.testing._utils import demo_mm_inputs
 from mmdet.utils import register_all_modules
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import EMAHook, Hook, SyncBuffersHook
+from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 
@@ -249,12 +250,12 @@ def test_one_background_channel_too_many_is_noticed():
 # --- a detector -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"use_sigmoid": False}])
+@pytest.mark.parametrize("options", [{}, {"score_space": "probabilities"}, {"use_sigmoid": False, "margin": 0.02}])
 def test_training_lowers_the_loss_and_inference_gives_detections(options):
-    model = detector({"score_space": "probabilities", "lambda_val": 2.0, "memory": 2, **options}, channels=32, fc=64)
+    model = detector({"lambda_val": 2.0, "memory": 2, **options}, channels=32, fc=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     values = [step(model, optimizer)[1]["loss_cls"].item() for _ in range(30)]
-    assert np.mean(values[-5:]) < 0.6 * np.mean(values[:5])
+    assert np.mean(values[-5:]) < 0.8 * np.mean(values[:5])
     model.eval()
     with torch.no_grad():
         (first, *_) = model(**batch_of(model), mode="predict")
@@ -275,12 +276,13 @@ def test_a_batch_without_objects_and_one_after_it():
 
 
 def test_autocast_of_a_detector_ranks_its_logits_in_float32():
+    """In the box head: mmcv's own operators have no bfloat16 on a CPU."""
     model = detector({"lambda_val": 3.0, "memory": 0})
-    calls = []
+    head, calls = model.roi_head.bbox_head, []
+    head.forward, head.loss = (torch.autocast("cpu", torch.bfloat16)(run) for run in (head.forward, head.loss))
     hook = lambda module, args, output: (args[0].retain_grad(), calls.append((args[0], args[1], output)))  # noqa: E731
     model.roi_head.bbox_head.loss_cls.register_forward_hook(lambda *inputs: hook(*inputs) and None)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = step(model)
+    loss, _ = step(model)
     (4096 * loss).backward()
     ((scores, labels, value),) = calls
     assert scores.dtype == torch.bfloat16
@@ -362,6 +364,8 @@ SUPPORTED = {
 def test_supported_heads_train_and_detect(name):
     config, swap = SUPPORTED[name]
     model = MODELS.build(stock(config, swap))
+    if name.startswith("sparse"):
+        model.init_weights()  # boxes that are boxes
     data = batch_of(model, with_mask=name == "mask")
     losses = model(**data, mode="loss")
     loss, log = model.parse_losses(losses)
@@ -403,10 +407,11 @@ def test_heads_that_cannot_be_served_say_why(name):
     config, swap, message = REFUSED[name]
     model = stock(config, swap)
     if name == "TOOD":
-        model.bbox_head.initial_loss_cls = model.bbox_head.loss_cls
         model.bbox_head.num_dcn = 0
         model.train_cfg.initial_epoch = 0
     model = MODELS.build(model)
+    if name == "TOOD":
+        MessageHub.get_current_instance().update_info("epoch", 0)  # where it looks whether its second phase has begun
     with pytest.raises((TypeError, ValueError), match=message):
         model(**batch_of(model), mode="loss")
 
@@ -432,7 +437,7 @@ def test_one_stage_heads_rank_all_levels_at_once_and_leave_the_other_losses_as_t
 
 
 def test_a_one_stage_head_of_this_package_wants_this_loss():
-    with pytest.raises(TypeError, match="RamboRetinaHead ranks with RamboLoss, got loss_cls of type FocalLoss"):
+    with pytest.raises(TypeError, match="RamboRetinaHead ranks with RamboLoss, got loss_cls of type CrossEntropyLoss"):
         RamboRetinaHead(num_classes=3, in_channels=8, feat_channels=8)
 
 
@@ -457,6 +462,7 @@ def runner_config(scenes, folder, loss=None, epochs=2, **changes):
     )
     config.model = detection_mmdet.model(len(scenes.classes), loss or {"memory": 3}, channels=16, fc=32)
     config.train_cfg.val_interval = 100
+    config.param_scheduler = []
     config.merge_from_dict(changes)
     return config
 
@@ -612,9 +618,8 @@ def test_the_defaults_are_those_of_the_core():
 
 
 def test_the_config_of_the_readme_builds(tmp_path):
-    (block,) = (
-        b for b in re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "RamboLoss" in b
-    )
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (text for language, text in blocks if not language and "RamboLoss" in text)
     assert len(block.splitlines()) <= 1 + 5
     (tmp_path / "config.py").write_text(block)
     with torch.device("meta"):
