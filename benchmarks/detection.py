@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "ce": None,  # the toolkit's own cross-entropy
     "rambo": {},
     "rambo-probabilities": {"score_space": "probabilities"},
+    "rambo-probabilities-margin0.02": {"score_space": "probabilities", "margin": 0.02},
     "rambo-softmax": {"use_sigmoid": False},
     "rambo-lambda0.1": {"lambda_val": 0.1},
     "rambo-lambda2.5": {"lambda_val": 2.5},

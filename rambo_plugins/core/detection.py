@@ -117,7 +117,8 @@ class DetectionLoss(nn.Module):
                 scores, labels = scores[kept], labels[kept]
             with torch.no_grad():
                 figures = self._rank(scores, labels, margin=0.0)
-            ranked = self._rank(*self.memory.extend(scores, labels), margin=self.margin)
+            scores, labels = self.memory.extend(scores, labels)
+            ranked = self._rank(scores, labels, margin=self.margin)
         self.statistics = {
             "ap_map": (1 - figures[0]) * figures[1].num_relevant.any(),
             "ap_apc": (1 - figures[2]) * figures[1].num_relevant.any(),

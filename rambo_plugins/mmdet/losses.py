@@ -61,6 +61,8 @@ class RamboLoss(nn.Module):
     tensor(0.3056)
     """
 
+    num_steps: Tensor
+
     def __init__(
         self,
         use_sigmoid: bool = True,
