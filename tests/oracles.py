@@ -111,3 +111,31 @@ def rank_loss(
                 grad[i] += -(ranks_plus[i] - moved_ranks[i]) / scale
         grads.append([g * share / upstream if upstream else 0.0 for g in grad])
     return losses, shares, grads
+
+
+def detection_loss(scores, labels, num_classes, *, lambda_val, margin, map_weight=2.0, apc_weight=1.0):
+    """(mean AP part, AP-over-all part, gradient) of boxes (R, C); Algorithm 1 for what arrives at the ranks of each."""
+    num_boxes = len(scores)
+    items = [(b, c) for c in range(num_classes) for b in range(num_boxes)]
+    present = sorted({label for label in labels if label < num_classes})
+    total = map_weight + apc_weight
+    # (the boxes and classes that are ranked together, what multiplies their loss)
+    groups = [([(b, c) for b, c in items if c == k], map_weight / total / len(present)) for k in present]
+    groups.append((items, apc_weight / total if present else 0.0))
+    grad = [[0.0] * num_classes for _ in range(num_boxes)]
+    losses = []
+    for group, factor in groups:
+        relevance = [labels[b] == c for b, c in group]
+        y = [scores[b][c] + (-margin / 2 if r else margin / 2) for (b, c), r in zip(group, relevance, strict=True)]
+        ranks = ranks_in_loss(y, relevance)
+        ranks_plus = ranks_by_index([s if r else None for s, r in zip(y, relevance, strict=True)])
+        num_relevant = sum(relevance)
+        loss, moved = 0.0, list(y)
+        for i in range(len(group)):
+            if relevance[i]:
+                loss += factor * (1 - ranks_plus[i] / ranks[i]) / num_relevant
+                moved[i] += lambda_val * len(group) * factor * ranks_plus[i] / ranks[i] ** 2 / num_relevant
+        losses.append(loss)
+        for (b, c), before, after in zip(group, ranks, ranks_in_loss(moved, relevance), strict=True):
+            grad[b][c] += (after - before) / (lambda_val * len(group))
+    return sum(losses[:-1]), losses[-1], grad

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -19,3 +21,45 @@ def test_speed(tmp_path):
     assert set(outcome["metric_learning"]) == {"128", "512"}
     assert 0 < outcome["peak_memory"]["1000"] < 2**32
     assert (tmp_path / "speed.png").stat().st_size > 10_000
+
+
+def test_detection(tmp_path):
+    pytest.importorskip("mmdet")
+    command = [sys.executable, BENCHMARKS / "detection.py", "--pages", "8", "4", "--epochs", "1", "--out", tmp_path]
+    command += ["--variants", "ce", "rambo", "--draw", "mmdet-ce-lr0.001-seed0", "mmdet-rambo-lr0.001-seed0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {result["variant"] for result in results} == {"ce", "rambo"}
+    for result in results:
+        assert 0 <= result["AP50"] <= 1
+        assert len(result["AP50_per_class"]) == 20
+        assert [point["epoch"] for point in result["curve"]] == [1]
+    assert (tmp_path / "glyphs.png").stat().st_size > 10_000
+    assert "| glyphs | mmdet | rambo | 0.001 | 1 |" in done.stdout
+    before = (tmp_path / "results.json").stat().st_mtime_ns
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "results.json").stat().st_mtime_ns > before
+    assert json.loads((tmp_path / "results.json").read_text()) == results  # nothing was run again
+
+
+def test_detection_data_of_voc_folders(tmp_path):
+    """BCCD's layout: a box without area is left out, train and val become train."""
+    import detection_data
+
+    for folder in ("Annotations", "ImageSets/Main", "JPEGImages"):
+        (tmp_path / folder).mkdir(parents=True)
+    boxes = {"a": (1, 2, 11, 22), "b": (5, 5, 5, 9), "c": (0, 0, 4, 4)}
+    for name, (x0, y0, x1, y1) in boxes.items():
+        (tmp_path / f"Annotations/{name}.xml").write_text(
+            "<annotation><size><width>64</width><height>48</height></size><object><name>WBC</name><bndbox>"
+            f"<xmin>{x0}</xmin><ymin>{y0}</ymin><xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox></object></annotation>"
+        )
+    for split, name in (("train", "a"), ("val", "b"), ("test", "c")):
+        (tmp_path / f"ImageSets/Main/{split}.txt").write_text(name + "\n")
+    data = detection_data.bccd(tmp_path, tmp_path / "coco")
+    train, test = (json.loads(Path(path).read_text()) for path in (data.train, data.test))
+    assert [image["file_name"] for image in train["images"]] == ["a.jpg", "b.jpg"]
+    assert [(a["bbox"], a["category_id"]) for a in train["annotations"]] == [([1, 2, 10, 20], 1)]
+    assert [a["bbox"] for a in test["annotations"]] == [[0, 0, 4, 4]]

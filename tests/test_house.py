@@ -16,6 +16,7 @@ STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {  # what each part may import besides the standard library and itself
     "core": {"torch", "numba", "numpy"},
     "pml": {"torch", "pytorch_metric_learning", "rambo_plugins.core"},
+    "mmdet": {"torch", "mmdet", "mmengine", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "rambo_plugins.core"},
     "demo": {
         "torch", "numpy", "scipy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss", "pytorch_metric_learning",
@@ -49,6 +50,7 @@ def test_parts_import_the_core_and_one_host(part):
     ("part", "host", "message"),
     [
         ("pml", "pytorch_metric_learning", 'needs pytorch-metric-learning: pip install "rambo-plugins[pml]"'),
+        ("mmdet", "mmdet", 'needs mmdet: pip install "rambo-plugins[mmdet]"'),
         ("evaluation", "faiss", 'pip install "rambo-plugins[faiss-cpu]"'),
         ("demo", "matplotlib", 'pip install "rambo-plugins[demo]"'),
     ],

@@ -1,0 +1,2 @@
+# The twin of retinanet_r50_fpn_1x_rambo_coco.py: mmdet's own config.
+_base_ = "mmdet::retinanet/retinanet_r50_fpn_1x_coco.py"

@@ -1,0 +1,8 @@
+# RaMBO with the paper's hyperparameters (the defaults of RamboLoss) in place of cross-entropy.
+_base_ = "./faster-rcnn_r50_fpn_ce_voc0712.py"
+
+custom_imports = dict(imports=["rambo_plugins.mmdet"], allow_failed_imports=False)
+model = dict(
+    roi_head=dict(bbox_head=dict(loss_cls=dict(_delete_=True, type="RamboLoss"))),
+    test_cfg=dict(rcnn=dict(score_thr=0.0)),
+)

@@ -1,0 +1,11 @@
+_base_ = "./faster-rcnn_r50_fpn_ce_voc0712.py"
+
+model = dict(
+    backbone=dict(
+        type="ResNeXt",
+        depth=101,
+        groups=32,
+        base_width=4,
+        init_cfg=dict(type="Pretrained", checkpoint="open-mmlab://resnext101_32x4d"),
+    ),
+)

@@ -1,0 +1,180 @@
+r"""The rank loss of a detector's classifier, behind every detection toolkit: mean AP and AP over all classes, 2 : 1.
+
+A detector scores R boxes for each of C classes. Each class is a row of R scores, ranked by itself (Eqs. 21, 22), and
+all R·C scores are one row (Eq. 23); both together with those of the last τ batches. The conventions are in
+``ranking.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rambo_plugins.core import checks
+from rambo_plugins.core.losses import average_precision_item_loss
+from rambo_plugins.core.memory import ScoreMemory
+from rambo_plugins.core.ranking import RankStatistics, rank_loss
+
+
+class DetectionParts(NamedTuple):
+    """The two summands of the unit loss, scalars, their shares inside: the loss is ``map + apc``."""
+
+    map: Tensor
+    """s_map · (1 - mean AP of the classes present)."""
+    apc: Tensor
+    """s_apc · (1 - AP over all classes)."""
+
+
+class DetectionLoss(nn.Module):
+    r"""One minus the mean average precision of the classes and of all classes at once, with a score memory.
+
+    .. math:: L = s_{map} L_{mAP} + s_{apc} L_{APC}, \qquad
+              s_p = \frac{w_p}{w_{map} + w_{apc}}, \quad w_{map} : w_{apc} = 2 : 1
+
+    L is the unit loss on which λ acts (see ``ranking.py``), so the shares are inside: what arrives at the ranks of part
+    p is s_p · dL_p/drank. With N the items of a row, Algorithm 1 gives
+
+    .. math:: \nabla_y = \sum_p \frac{rk(y + \lambda N s_p\, dL_p/drk) - rk(y)}{\lambda N}
+                       = \sum_p s_p\, \frac{rk(y + \lambda_p N\, dL_p/drk) - rk(y)}{\lambda_p N},
+              \qquad \lambda_p = \lambda s_p,
+
+    that is, each part is ranked with λ·s_p and multiplied by s_p. What multiplies the whole loss changes no λ.
+
+    Args:
+        lambda_val: λ > 0, in units of normalised ranks of the unit loss.
+        margin: α ≥ 0 (Eq. 14), in units of the scores.
+        memory: τ ≥ 0, batches whose scores are ranked together with the current one.
+        memory_warmup: batches that are kept before they are ranked.
+        memory_gather: rank the scores of all processes together, the current batch and the memory, instead of each
+            process its own.
+        map_weight, apc_weight: w_map, w_apc ≥ 0, not both 0; only their ratio matters.
+        rank_plus_grad: see ``rank_loss``.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    ``memory`` is the ``ScoreMemory``, part of the ``state_dict``. ``statistics`` holds, after a forward pass, detached
+    scalars for the log: ``ap_map`` and ``ap_apc``, the average precisions of the current batch alone, without margin;
+    ``share_zero_gradient``, the share of the relevant items ranked per class, memory included, whose score λ does not
+    reach (near 1 while the loss is large: λ is too small or the margin too large).
+
+    >>> loss_fn = DetectionLoss(memory=0, margin=0.0)
+    >>> scores = torch.tensor([[0.9, 0.5], [0.8, 0.2], [0.1, 0.7]])
+    >>> loss_fn(scores, torch.tensor([2, 0, 1]))  # the first box is background; AP 1/2 and 1; ranks 2 and 3 of all
+    DetectionParts(map=tensor(0.1667), apc=tensor(0.1389))
+    """
+
+    def __init__(
+        self,
+        *,
+        lambda_val: float = 0.5,
+        margin: float = 0.15,
+        memory: int = 7,
+        memory_warmup: int = 0,
+        memory_gather: bool = False,
+        map_weight: float = 2.0,
+        apc_weight: float = 1.0,
+        rank_plus_grad: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.check_positive("lambda_val", lambda_val)
+        checks.check_not_negative("margin", margin)
+        checks.check_not_negative("map_weight", map_weight)
+        checks.check_not_negative("apc_weight", apc_weight)
+        if not map_weight + apc_weight:
+            raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
+        self.lambda_val = lambda_val
+        self.margin = margin
+        self.map_share = map_weight / (map_weight + apc_weight)
+        self.apc_share = apc_weight / (map_weight + apc_weight)
+        self.rank_plus_grad = rank_plus_grad
+        self.memory = _Memory(memory, warmup=memory_warmup, gather=memory_gather)
+        self.statistics: dict[str, Tensor] = {}
+
+    def forward(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> DetectionParts:
+        """The two parts of the loss of a batch.
+
+        Args:
+            scores: (R, C) float, logits or probabilities of the C foreground classes, higher is better.
+            labels: (R,) integer in [0, C]; C is the background.
+            weights: (R,) float or bool; 0: the box is ignored, neither ranked nor remembered. Else it counts in full: a
+                rank has no fractions.
+
+        Returns:
+            The parts; zeros attached to the graph where neither the batch nor the memory has an object.
+
+        Raises:
+            TypeError, ValueError: an input of the wrong type, shape or value (labels: on the CPU); NaN scores.
+        """
+        _check(scores, labels, weights)
+        with torch.autocast(scores.device.type, enabled=False):
+            if scores.dtype != torch.float64:
+                scores = scores.float()
+            if weights is not None:
+                kept = weights > 0
+                scores, labels = scores[kept], labels[kept]
+            with torch.no_grad():
+                figures = self._rank(scores, labels, margin=0.0)
+            scores, labels = self.memory.extend(scores, labels)
+            ranked = self._rank(scores, labels, margin=self.margin)
+        self.statistics = {
+            "ap_map": (1 - figures[0]) * figures[1].num_relevant.any(),
+            "ap_apc": (1 - figures[2]) * figures[1].num_relevant.any(),
+            "share_zero_gradient": ranked[1].zero_gradient.sum() / ranked[1].num_relevant.sum().clamp(min=1),
+        }
+        return DetectionParts(self.map_share * ranked[0], self.apc_share * ranked[2])
+
+    def _rank(self, scores: Tensor, labels: Tensor, margin: float) -> tuple[Tensor, RankStatistics, Tensor]:
+        """1 - mean AP of the classes, its statistics, 1 - AP over all classes."""
+        rows = scores.T.contiguous()
+        relevance = labels == torch.arange(len(rows), device=labels.device)[:, None]
+        (map_loss, statistics), (apc_loss, _) = (
+            rank_loss(
+                items,
+                relevant,
+                average_precision_item_loss,
+                lambda_val=self.lambda_val * (share or 1.0),
+                margin=margin,
+                rank_plus_grad=self.rank_plus_grad,
+            )
+            for items, relevant, share in (
+                (rows, relevance, self.map_share),
+                (rows.flatten(), relevance.flatten(), self.apc_share),
+            )
+        )
+        return map_loss, statistics, apc_loss
+
+    def extra_repr(self) -> str:
+        names = ("lambda_val", "margin", "map_share", "apc_share", "rank_plus_grad")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class _Memory(ScoreMemory):
+    """``lengths`` in the ``state_dict`` has τ entries from the start: mmengine's averaging copies it in place."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.batches:
+            lengths = destination[prefix + "lengths"]
+            destination[prefix + "lengths"] = nn.functional.pad(lengths, (0, self.batches - len(lengths)))
+
+
+def _check(scores: Tensor, labels: Tensor, weights: Tensor | None) -> None:
+    checks.check_scores(scores)
+    if scores.dim() != 2:
+        raise ValueError(f"scores must have shape (R, C), got {tuple(scores.shape)}")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"labels must be an integer tensor, got {got}")
+    for name, value in (("labels", labels), ("weights", weights)):
+        if value is not None and tuple(value.shape) != (len(scores),):
+            raise ValueError(
+                f"{name} must have shape ({len(scores)},) for scores {tuple(scores.shape)}, got {tuple(value.shape)}"
+            )
+    if labels.device.type == "cpu" and len(labels) and not 0 <= labels.min() <= labels.max() <= scores.shape[1]:
+        raise ValueError(
+            f"labels must be in [0, {scores.shape[1]}] for {scores.shape[1]} classes, the last one the background, "
+            f"got {int(labels.min())} to {int(labels.max())}"
+        )
