@@ -11,19 +11,33 @@ from rambo_plugins.core.losses import (
     recall_loss,
 )
 from rambo_plugins.core.memory import ScoreMemory
+from rambo_plugins.core.rank_metrics import (
+    PrecisionAtKLoss,
+    RecallAtKLoss,
+    ReciprocalRankLoss,
+    precision_at_k_loss,
+    recall_at_k_loss,
+    reciprocal_rank_loss,
+)
 from rambo_plugins.core.ranking import RankStatistics, rank, rank_loss
 
 __all__ = [
     "AveragePrecisionLoss",
+    "PrecisionAtKLoss",
     "RankLoss",
     "RankStatistics",
+    "RecallAtKLoss",
     "RecallLoss",
+    "ReciprocalRankLoss",
     "ScoreMemory",
     "average_precision_item_loss",
     "average_precision_loss",
     "check_nan",
+    "precision_at_k_loss",
     "rank",
     "rank_loss",
+    "recall_at_k_loss",
     "recall_item_loss",
     "recall_loss",
+    "reciprocal_rank_loss",
 ]
