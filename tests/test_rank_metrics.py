@@ -84,3 +84,9 @@ def test_bad_cutoffs_are_named(k, temperature):
         rank_metrics.PrecisionAtKLoss(k=k, lambda_val=1.0, temperature=temperature)
     with pytest.raises(ValueError, match=r"ks must be|temperature must be"):
         rank_metrics.RecallAtKLoss(ks=[k], lambda_val=1.0, temperature=temperature)
+
+
+@pytest.mark.parametrize("ks", [1.5, [], None])
+def test_bad_ks_are_named(ks):
+    with pytest.raises(ValueError, match="ks must"):
+        rank_metrics.RecallAtKLoss(ks=ks, lambda_val=1.0)

@@ -1,6 +1,7 @@
 """The ranking core: torch and the standard library only. The conventions are at the top of ``ranking.py``."""
 
 from rambo_plugins.core.checks import check_nan
+from rambo_plugins.core.graded_metrics import NDCGLoss, SpearmanLoss, ndcg_loss, spearman_loss
 from rambo_plugins.core.losses import (
     AveragePrecisionLoss,
     RankLoss,
@@ -23,6 +24,7 @@ from rambo_plugins.core.ranking import RankStatistics, rank, rank_loss
 
 __all__ = [
     "AveragePrecisionLoss",
+    "NDCGLoss",
     "PrecisionAtKLoss",
     "RankLoss",
     "RankStatistics",
@@ -30,9 +32,11 @@ __all__ = [
     "RecallLoss",
     "ReciprocalRankLoss",
     "ScoreMemory",
+    "SpearmanLoss",
     "average_precision_item_loss",
     "average_precision_loss",
     "check_nan",
+    "ndcg_loss",
     "precision_at_k_loss",
     "rank",
     "rank_loss",
@@ -40,4 +44,5 @@ __all__ = [
     "recall_item_loss",
     "recall_loss",
     "reciprocal_rank_loss",
+    "spearman_loss",
 ]

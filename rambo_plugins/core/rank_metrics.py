@@ -9,7 +9,8 @@ A cutoff is a step, without a slope, so it is relaxed. For a rank x and a temper
 
 T -> 0 is the metric itself, which no gradient moves; a larger T gives slope to the ranks far beyond k, at the price of
 a value that is further from the metric: with the default, ``TEMPERATURE``, the rank 1 counts 0.69 for k = 1 and 0.99
-for k = 10, the rank 10·k 0.02 and 0.01. So the loss of a perfect ranking is not 0.
+for k = 10, the rank 10·k 0.02 and 0.01. So with a cutoff
+the loss of a perfect ranking is above 0.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def recall_at_k_loss(
 
 def recall_at_k_item_loss(ks: int | Sequence[int], temperature: float = TEMPERATURE) -> ItemLoss:
     """1 - [r_i < K], relaxed, the mean over the K."""
-    cutoffs = [_within("ks", k, temperature) for k in ((ks,) if isinstance(ks, int) else ks)]
+    cutoffs = [_within("ks", k, temperature) for k in (ks if isinstance(ks, Sequence) else (ks,))]
     if not cutoffs:
         raise ValueError("ks must hold at least one K, got none")
 
