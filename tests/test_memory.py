@@ -94,7 +94,7 @@ LIKE = (torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("like", [None, LIKE])
-@pytest.mark.parametrize("pushes", range(5))
+@pytest.mark.parametrize("pushes", range(7))
 def test_a_checkpoint_continues_where_it_was(like, pushes):
     memory, resumed = (ScoreMemory(batches=3, warmup=2, like=like) for _ in range(2))
     for step in range(pushes):

@@ -1,4 +1,4 @@
-"""The ranking core: torch and the standard library only. The conventions are at the top of ``ranking.py``."""
+"""The ranking core: torch, and numba where it is installed. The conventions are at the top of ``ranking.py``."""
 
 from rambo_plugins.core.checks import check_nan
 from rambo_plugins.core.graded_metrics import NDCGLoss, SpearmanLoss, ndcg_loss, spearman_loss

@@ -23,12 +23,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from rambo_plugins.core.sorting import ItemGradient, Outcome
+from rambo_plugins.core import loops
+from rambo_plugins.core.sorting import Outcome, Problem
 
 MANY_RELEVANT = 1 / 16
 """Share of the relevant items from which all items are sorted."""
@@ -41,26 +41,13 @@ SHORT = 32
 """Items of a row up to which insertion sorts them."""
 ITEMS_PER_THREAD = 2**16
 
-Array = Any  # numpy's; the compiled functions take float32 and float64
+Array = Any  # numpy's
 Piece = tuple[int, int, int, int]
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return numba.njit(nogil=True, cache=True)(function)
-
-
-def rank_and_move(
-    scores: Tensor,
-    relevance: Tensor,
-    mask: Tensor | None,
-    grades: Tensor | None,
-    margin: float,
-    step: Tensor,
-    item_gradient: ItemGradient,
-    rank_plus_grad: bool,
-    needs_grad: bool,
-) -> Outcome:
+def rank_and_move(problem: Problem) -> Outcome:
     """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     scores = scores.contiguous()
     index = relevance.reshape(-1).nonzero()[:, 0]
@@ -98,8 +85,8 @@ def rank_and_move(
         grad, moved_plus, moved_r = (torch.from_numpy(values) for values in moved)
         moved_by = moved_r + moved_plus - r - ranks_plus
     if rank_plus_grad and to_rank_plus is not None:
-        moved_plus_alone, _ = items.rank(*items.sort(relevant + pack(step) * to_rank_plus))
-        moved_by = moved_by + torch.from_numpy(moved_plus_alone) - ranks_plus
+        _, plus_order = items.sort(relevant + pack(step) * to_rank_plus)
+        moved_by = moved_by + torch.from_numpy(items.ranks_plus(plus_order)) - ranks_plus
     num_still = torch.bincount(row[moved_by == 0], minlength=num_rows)
     grad.view(-1)[index] = moved_by.to(scores.dtype) / pack(divisor)
     return losses, mean_r, num_still, grad
@@ -123,7 +110,7 @@ class _Items:
             self.pieces = _pieces(num_rows, 1, scores.size)
             ends = np.arange(num_rows + 1) * num_items
             _in_threads(
-                lambda rows: _sort(
+                lambda _, rows: loops.sort(
                     scores.ravel(), _bits(scores).ravel(), ends[rows[0] : rows[1] + 1],
                     self.ordered.ravel(), self.order.ravel(), SHORT,
                 ),
@@ -136,20 +123,25 @@ class _Items:
         """(T,) each row's values from the highest to the lowest, and the places in the row where they stood."""
         array = values.numpy()
         ordered, order = np.empty_like(array), np.empty(len(array), np.uint32)
-        _sort(array, _bits(array), self.starts, ordered, order, SHORT)
+        loops.sort(array, _bits(array), self.starts, ordered, order, SHORT)
         return ordered, order
 
     def rank(self, thresholds: Array, order: Array) -> tuple[Array, Array]:
         """(T,) rank⁺ and r of the relevant items that stood at ``order`` before they were sorted."""
         above = self._count(thresholds, self.starts)
-        return _unsort(order, self.starts, np.arange(len(order)), above)
+        return loops.unsort(order, self.starts, np.arange(len(order)), above)
+
+    def ranks_plus(self, order: Array) -> Array:
+        """(T,) rank⁺ alone."""
+        places = np.arange(len(order))
+        return loops.unsort(order, self.starts, places, places)[0]
 
     def move(self, old: Array, new: Array, new_order: Array, divisor: Array) -> tuple[Array, Array, Array]:
         """(Q, N) the gradient of all items as if they were irrelevant, and rank⁺ and r after the move."""
-        both, passed, places = _merge(old, new, self.starts, divisor)
+        both, passed, places = loops.merge(old, new, self.starts, divisor)
         grad = np.empty_like(self.scores)
         above = self._count(both, 2 * self.starts, passed, grad)
-        return grad, *_unsort(new_order, self.starts, places, above)
+        return grad, *loops.unsort(new_order, self.starts, places, above)
 
     def _count(self, thresholds: Array, starts: Array, values: Array | None = None, out: Array | None = None) -> Array:
         """(T,) irrelevant items at or above each threshold; ``out`` takes the value of each item's interval."""
@@ -157,19 +149,19 @@ class _Items:
             values, out = thresholds[:0], self.scores[:0]
         counts = np.zeros((len(self.pieces), len(thresholds) + len(self.scores)), np.int64)
 
-        def work(piece: Piece) -> None:
-            into = counts[self.pieces.index(piece)]
+        def work(number: int, piece: Piece) -> None:
+            into = counts[number]
             if self.all_sorted:
                 rows = piece[:2]
-                _count_sorted(self.ordered, self.order, self.half, thresholds, starts, *rows, values, out, into)
+                loops.count_sorted(self.ordered, self.order, self.half, thresholds, starts, *rows, values, out, into)
             else:
-                _count(
+                loops.count(
                     self.scores, self.half, thresholds, starts, *piece, values, out, into,
                     FEW, BLOCK, BINS_PER_THRESHOLD,
                 )  # fmt: skip
 
         _in_threads(work, self.pieces)
-        return _above(counts.sum(0), thresholds, starts, self.relevant, self.starts, self.num_missing)
+        return loops.above(counts.sum(0), thresholds, starts, self.relevant, self.starts, self.num_missing)
 
 
 def _bits(values: Array) -> Array:
@@ -181,237 +173,16 @@ def _pieces(num_rows: int, num_items: int, size: int) -> list[Piece]:
     num = max(1, min(torch.get_num_threads(), max(num_rows, num_items), size // ITEMS_PER_THREAD))
     by_rows = num_rows >= num or num_items == 1
     length = num_rows if by_rows else num_items
-    num = min(num, length)
+    num = max(1, min(num, length))
     ends = [length * piece // num for piece in range(num + 1)]
     pairs = itertools.pairwise(ends)
     return [(*pair, 0, num_items) if by_rows else (0, num_rows, *pair) for pair in pairs]
 
 
-def _in_threads(work: Callable[[Piece], None], pieces: list[Piece]) -> None:
+def _in_threads(work: Callable[[int, Piece], None], pieces: list[Piece]) -> None:
+    """``work(number, piece)`` for each piece."""
     if len(pieces) == 1:
-        work(pieces[0])
+        work(0, pieces[0])
         return
     with ThreadPoolExecutor(len(pieces)) as pool:
-        list(pool.map(work, pieces))
-
-
-@compiled
-def _sort(values, bits, starts, ordered, order, short):
-    """Each row's values from the highest to the lowest, equal ones in their order; ``order`` counts within the row."""
-    longest = 0
-    for row in range(len(starts) - 1):
-        longest = max(longest, starts[row + 1] - starts[row])
-    size = longest if longest > short else 0
-    keys, other_keys = np.empty(size, bits.dtype), np.empty(size, bits.dtype)
-    places, other_places = np.empty(size, np.uint32), np.empty(size, np.uint32)
-    num_passes = 3 if values.itemsize == 4 else 6  # digits of 11 bits
-    counts = np.empty((num_passes, 2048), np.int64)
-    sign = bits.dtype.type(1 << (8 * values.itemsize - 1))
-    for row in range(len(starts) - 1):
-        first, length = starts[row], starts[row + 1] - starts[row]
-        if length <= short:
-            for place in range(length):
-                value, at = values[first + place], first + place
-                while at > first and ordered[at - 1] < value:
-                    ordered[at], order[at] = ordered[at - 1], order[at - 1]
-                    at -= 1
-                ordered[at], order[at] = value, place
-            continue
-        counts[:] = 0
-        for place in range(length):
-            # Unsigned integers, of which the smallest is the highest value.
-            key = bits[first + place]
-            if values[first + place] == 0:
-                key = ~sign  # both zeros
-            elif not key & sign:
-                key = ~(key | sign)
-            keys[place], places[place] = key, place
-            key = keys[place]  # numba computes in 64 bits
-            for number in range(num_passes):
-                counts[number, (key >> (11 * number)) & 2047] += 1
-        for number in range(num_passes):
-            total = 0
-            for digit in range(2048):
-                total, counts[number, digit] = total + counts[number, digit], total
-            for place in range(length):
-                digit = (keys[place] >> (11 * number)) & 2047
-                at = counts[number, digit]
-                counts[number, digit] += 1
-                other_keys[at], other_places[at] = keys[place], places[place]
-            keys, other_keys, places, other_places = other_keys, keys, other_places, places
-        for place in range(length):
-            order[first + place] = places[place]
-            ordered[first + place] = values[first + places[place]]
-
-
-@compiled
-def _count(scores, half, thresholds, starts, row, rows_end, item, items_end, values, out, counts, few, block, per_bin):
-    """Add up the items of each interval, rows and items from ... to; ``out`` takes the values of the intervals."""
-    moving = len(out) > 0
-    bins, shifted = np.empty(block, np.int32), np.empty(block, scores.dtype)
-    for q in range(row, rows_end):
-        above, shift = thresholds[starts[q] : starts[q + 1]], starts[q] + q
-        num = len(above)
-        if num == 0:
-            if moving:
-                out[q, item:items_end] = 0
-        elif num <= few:
-            for begin in range(item, items_end, block):
-                size = min(block, items_end - begin)
-                for at in range(size):
-                    shifted[at] = scores[q, begin + at] + half
-                    bins[at] = num  # the interval, one less for each threshold that is reached
-                last = 0
-                for place in range(num):
-                    threshold, reached = above[place], np.int32(0)
-                    for at in range(size):
-                        reaches = np.int32(shifted[at] >= threshold)
-                        reached += reaches
-                        bins[at] -= reaches
-                    counts[shift + place] += reached - last
-                    last = reached
-                if moving:
-                    for at in range(size):
-                        out[q, begin + at] = values[shift + bins[at]]
-        else:
-            table, high, scale, top, one = _table(above, per_bin)
-            for begin in range(item, items_end, block):
-                size = min(block, items_end - begin)
-                for at in range(size):
-                    score = scores[q, begin + at] + half
-                    shifted[at] = score
-                    bins[at] = _bin(score, high, scale, top, one)
-                for at in range(size):
-                    interval = table[bins[at]]
-                    if interval < 0:
-                        interval = _search(above, shifted[at], ~interval, table[bins[at] + 1])
-                    counts[shift + interval] += 1
-                    if moving:
-                        out[q, begin + at] = values[shift + interval]
-
-
-@compiled
-def _bin(score, high, scale, top, one):
-    """Never less for a smaller score, however the arithmetic rounds: scores in two bins are in their order."""
-    place = (high - score) * scale + one
-    place = place if place > 0 else one - one  # also where it is a NaN
-    return np.int32(place if place < top else top)
-
-
-@compiled
-def _table(thresholds, per_bin):
-    """How many thresholds lie above each bin, as the complement where the bin holds thresholds itself; and the bins."""
-    first, last = 0, len(thresholds) - 1
-    while first < last and thresholds[first] == np.inf:
-        first += 1
-    while last > first and thresholds[last] == -np.inf:
-        last -= 1
-    high, low = thresholds[first], thresholds[last]
-    one, largest = thresholds.dtype.type(1), thresholds.dtype.type(np.finfo(thresholds.dtype).max)
-    if not np.isfinite(high):
-        high = low = one
-    num_bins = per_bin * len(thresholds)
-    scale = thresholds.dtype.type(num_bins) / (high - low) if high > low else largest
-    scale = min(max(scale, one / largest), largest)
-    top = thresholds.dtype.type(num_bins + 1)
-    table = np.zeros(num_bins + 3, np.int32)
-    for threshold in thresholds:
-        table[_bin(threshold, high, scale, top, one)] += 1
-    total = 0
-    for at in range(num_bins + 3):
-        held = table[at]
-        table[at] = ~total if held else total
-        total += held
-    return table, high, scale, top, one
-
-
-@compiled
-def _search(thresholds, score, first, end):
-    """How many thresholds lie above the score, at least ``first`` and at most ``end``, or its complement."""
-    end = ~end if end < 0 else end
-    if end - first <= 8:
-        while first < end and thresholds[first] > score:
-            first += 1
-        return first
-    while first < end:
-        middle = (first + end) >> 1
-        if thresholds[middle] > score:
-            first = middle + 1
-        else:
-            end = middle
-    return first
-
-
-@compiled
-def _count_sorted(ordered, order, half, thresholds, starts, row, rows_end, values, out, counts):
-    """Like ``_count``, of rows whose items are sorted."""
-    moving = len(out) > 0
-    for q in range(row, rows_end):
-        num, first, shift = starts[q + 1] - starts[q], starts[q], starts[q] + q
-        interval = 0
-        for place in range(ordered.shape[1]):
-            score = ordered[q, place] + half
-            while interval < num and thresholds[first + interval] > score:
-                interval += 1
-            counts[shift + interval] += 1
-            if moving:
-                out[q, order[q, place]] = values[shift + interval]
-
-
-@compiled
-def _above(counts, thresholds, starts, relevant, relevant_starts, num_missing):
-    """Irrelevant items at or above each threshold, from the numbers of all items in the intervals."""
-    above = np.empty(len(thresholds), np.int64)
-    for q in range(len(starts) - 1):
-        first, end = starts[q], starts[q + 1]
-        interval = first
-        for place in range(relevant_starts[q], relevant_starts[q + 1]):
-            while interval < end and thresholds[interval] > relevant[place]:
-                interval += 1
-            counts[interval + q] -= 1
-        interval = end
-        while interval > first and thresholds[interval - 1] == -np.inf:
-            interval -= 1
-        counts[interval + q] -= num_missing[q]
-        total = 0
-        for place in range(first, end):
-            total += counts[place + q]
-            above[place] = total
-    return above
-
-
-@compiled
-def _merge(old, new, starts, divisor):
-    """Both thresholds from the highest to the lowest; in each interval how many more of the new than of the old lie
-    above, by the divisor; and where each new one went."""
-    both, places = np.empty(2 * len(old), old.dtype), np.empty(len(new), np.int64)
-    values = np.empty(2 * len(old) + len(starts) - 1, old.dtype)
-    for q in range(len(starts) - 1):
-        at_old, at_new, end = starts[q], starts[q], starts[q + 1]
-        at, excess = 2 * starts[q], 0
-        values[at + q] = 0
-        while at < 2 * end:
-            if at_new == end or (at_old < end and old[at_old] >= new[at_new]):
-                both[at] = old[at_old]
-                at_old += 1
-                excess -= 1
-            else:
-                both[at] = new[at_new]
-                places[at_new] = at
-                at_new += 1
-                excess += 1
-            at += 1
-            values[at + q] = excess / divisor[q]
-    return both, values, places
-
-
-@compiled
-def _unsort(order, starts, places, above):
-    """rank⁺ and r in the order of the items, from that of their scores."""
-    ranks_plus, r = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
-    for q in range(len(starts) - 1):
-        for place in range(starts[q], starts[q + 1]):
-            item = starts[q] + order[place]
-            ranks_plus[item] = place - starts[q] + 1
-            r[item] = above[places[place]]
-    return ranks_plus, r
+        list(pool.map(work, range(len(pieces)), pieces))

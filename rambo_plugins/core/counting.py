@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rambo_plugins.core.sorting import ItemGradient, Outcome, order_of, positions
+from rambo_plugins.core.sorting import Outcome, Problem, order_of, positions
 
 SMALL, MOST_RELEVANT = 2**13, 0.25
 """Items of a whole problem below which, and share of the relevant items above which, sorting is faster."""
@@ -35,21 +35,12 @@ CROWD = 64
 def is_faster(scores: Tensor, relevance: Tensor) -> bool:
     """Than sorting, by the measurements of ``benchmarks/speed.py``."""
     most = min(MOST_RELEVANT * scores.numel(), MOST_IN_BINS * len(scores))
-    return scores.numel() >= SMALL and int(relevance.sum()) <= most
+    return scores.numel() >= SMALL and int(relevance.count_nonzero()) <= most
 
 
-def rank_and_move(
-    scores: Tensor,
-    relevance: Tensor,
-    mask: Tensor | None,
-    grades: Tensor | None,
-    margin: float,
-    step: Tensor,
-    item_gradient: ItemGradient,
-    rank_plus_grad: bool,
-    needs_grad: bool,
-) -> Outcome:
+def rank_and_move(problem: Problem) -> Outcome:
     """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
     num_still = torch.zeros(num_rows, dtype=torch.int64)

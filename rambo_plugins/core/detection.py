@@ -7,7 +7,7 @@ all R·C scores are one row (Eq. 23); both together with those of the last τ ba
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class DetectionLoss(nn.Module):
         self.map_share = map_weight / (map_weight + apc_weight)
         self.apc_share = apc_weight / (map_weight + apc_weight)
         self.rank_plus_grad = rank_plus_grad
-        self.memory = _Memory(memory, warmup=memory_warmup, gather=memory_gather)
+        self.memory = ScoreMemory(memory, warmup=memory_warmup, gather=memory_gather)
         self.statistics: dict[str, Tensor] = {}
 
     def forward(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> DetectionParts:
@@ -149,16 +149,6 @@ class DetectionLoss(nn.Module):
     def extra_repr(self) -> str:
         names = ("lambda_val", "margin", "map_share", "apc_share", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-class _Memory(ScoreMemory):
-    """``lengths`` in the ``state_dict`` has τ entries from the start: mmengine's averaging copies it in place."""
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.batches:
-            lengths = destination[prefix + "lengths"]
-            destination[prefix + "lengths"] = nn.functional.pad(lengths, (0, self.batches - len(lengths)))
 
 
 def _check(scores: Tensor, labels: Tensor, weights: Tensor | None) -> None:

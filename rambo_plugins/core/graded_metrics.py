@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rambo_plugins.core import checks
 from rambo_plugins.core.losses import RankLoss
-from rambo_plugins.core.rank_metrics import TEMPERATURE, _within
+from rambo_plugins.core.rank_metrics import TEMPERATURE, soft_cutoff
 from rambo_plugins.core.ranking import ItemLoss, rank_loss
 from rambo_plugins.core.rows import DenseRows, SegmentRows
 from rambo_plugins.core.sorting import order_of, positions
@@ -146,7 +146,7 @@ def _discount(cutoff: int | None, temperature: float) -> Callable[[Tensor], Tens
     checks.check_positive("temperature", temperature)
     if cutoff is None:
         return lambda rank: 1 / torch.log2(1 + rank)
-    within = _within("cutoff", cutoff, temperature)
+    within = soft_cutoff("cutoff", cutoff, temperature)
     return lambda rank: within(rank) / torch.log2(1 + rank)
 
 

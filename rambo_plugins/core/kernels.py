@@ -14,25 +14,12 @@ from types import ModuleType
 from torch import Tensor
 
 from rambo_plugins.core import counting, sorting
-from rambo_plugins.core.sorting import ItemGradient, Outcome
+from rambo_plugins.core.sorting import Outcome, Problem
 
 
-def rank_and_move(
-    scores: Tensor,
-    relevance: Tensor,
-    mask: Tensor | None,
-    grades: Tensor | None,
-    margin: float,
-    step: Tensor,
-    item_gradient: ItemGradient,
-    rank_plus_grad: bool,
-    needs_grad: bool,
-) -> Outcome:
-    """``sorting.rank_and_move``, which says what comes and goes, by the fastest kernel."""
-    kernel = kernel_for(scores, relevance)
-    return kernel.rank_and_move(
-        scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad
-    )
+def rank_and_move(problem: Problem) -> Outcome:
+    """What each kernel does, see ``sorting.py``, by the fastest of them."""
+    return kernel_for(problem.scores, problem.relevance).rank_and_move(problem)
 
 
 def kernel_for(scores: Tensor, relevance: Tensor) -> ModuleType:

@@ -67,10 +67,10 @@ class ScoreMemory(nn.Module):
                 those of ``like``.
         """
         length = _length(tensors)
-        for kept in (self._slots[-1:] if self._like is None else [self._like])[:1]:
-            known, came = ([tuple(tensor.shape[1:]) for tensor in batch] for batch in (kept, tensors))
-            if known != came:
-                raise ValueError(f"the memory holds items of shapes {known}, got {came}: reset() it first")
+        kept = self._like or (self._slots[-1] if self._slots else tensors)
+        known, came = ([tuple(tensor.shape[1:]) for tensor in batch] for batch in (kept, tensors))
+        if known != came:
+            raise ValueError(f"the memory holds items of shapes {known}, got {came}: reset() it first")
         if self._like is not None:
             if length > len(self._like[0]):
                 raise ValueError(f"the memory takes batches of at most {len(self._like[0])} items, got {length}")
@@ -129,10 +129,10 @@ class ScoreMemory(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.batches:
             return
-        lengths = torch.tensor([len(slot[0]) for slot in self._slots], dtype=torch.int64)
+        lengths = torch.zeros(self.batches, dtype=torch.int64)
+        lengths[: len(self._slots)] = torch.tensor([len(slot[0]) for slot in self._slots], dtype=torch.int64)
         fields = self._concatenated()
         if self._like is not None:
-            lengths = torch.cat([lengths, lengths.new_zeros(self.batches - len(lengths))])
             fields = fields or tuple(torch.zeros_like(like[:0], device="cpu") for like in self._like)
             padding = self.batches * len(self._like[0]) - len(self)
             fields = tuple(torch.cat([field, field.new_zeros(padding, *field.shape[1:])]) for field in fields)
@@ -157,11 +157,11 @@ class ScoreMemory(nn.Module):
             unexpected_keys.extend(saved.values())
             missing_keys.extend([prefix + "pushes", prefix + "lengths"] if self.batches else [])
             return
-        lengths = state_dict[saved["lengths"]].tolist()
-        fields = [state_dict[name] for name in sorted(saved.values()) if name.startswith(prefix + "field")]
-        split = [field[: sum(lengths)].clone().split(lengths) for field in fields] if any(lengths) else []
-        self._slots = [slot for slot in zip(*split, strict=True) if len(slot[0])][-self.batches :]
         self._pushes = int(state_dict[saved["pushes"]])
+        lengths = state_dict[saved["lengths"]].tolist()[: self._pushes]
+        fields = [state_dict[name] for name in sorted(saved.values()) if name.startswith(prefix + "field")]
+        split = [field[: sum(lengths)].clone().split(lengths) for field in fields] if lengths else []
+        self._slots = list(zip(*split, strict=True))[-self.batches :]
 
 
 def _length(tensors: Sequence[Tensor]) -> int:

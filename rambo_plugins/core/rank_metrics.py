@@ -9,7 +9,7 @@ A cutoff is a step, without a slope, so it is relaxed. For a rank x and a temper
 
 T -> 0 is the metric itself, which no gradient moves; a larger T gives slope to the ranks far beyond k, at the price of
 a value that is further from the metric: with the default, ``TEMPERATURE``, the rank 1 counts 0.69 for k = 1 and 0.99
-for k = 10, the rank 10·k 0.02 and 0.01. So with a cutoff
+for k = 10, the rank 10·k 0.02 and 0.01. So where there is a cutoff
 the loss of a perfect ranking is above 0.
 """
 
@@ -80,7 +80,7 @@ def precision_at_k_loss(
 
 def precision_at_k_item_loss(k: int, temperature: float = TEMPERATURE) -> ItemLoss:
     """1 - P / k · [rank ≤ k], relaxed; its mean over the relevant items is 1 - precision."""
-    within = _within("k", k, temperature)
+    within = soft_cutoff("k", k, temperature)
     return lambda rank, rank_plus, num_relevant: 1 - num_relevant / k * within(rank)
 
 
@@ -116,7 +116,7 @@ def recall_at_k_loss(
 
 def recall_at_k_item_loss(ks: int | Sequence[int], temperature: float = TEMPERATURE) -> ItemLoss:
     """1 - [r_i < K], relaxed, the mean over the K."""
-    cutoffs = [_within("ks", k, temperature) for k in (ks if isinstance(ks, Sequence) else (ks,))]
+    cutoffs = [soft_cutoff("ks", k, temperature) for k in (ks if isinstance(ks, Sequence) else (ks,))]
     if not cutoffs:
         raise ValueError("ks must hold at least one K, got none")
 
@@ -126,7 +126,7 @@ def recall_at_k_item_loss(ks: int | Sequence[int], temperature: float = TEMPERAT
     return item_loss
 
 
-def _within(name: str, k: int, temperature: float) -> Callable[[Tensor], Tensor]:
+def soft_cutoff(name: str, k: int, temperature: float) -> Callable[[Tensor], Tensor]:
     """The relaxed [rank ≤ k], see the module."""
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {k!r}")

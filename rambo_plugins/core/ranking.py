@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from rambo_plugins.core import checks, sorting
 from rambo_plugins.core.rows import DenseRows, SegmentRows
-from rambo_plugins.core.sorting import ItemGradient, Pack
+from rambo_plugins.core.sorting import ItemGradient, Pack, Problem
 
 ItemLoss = Callable[..., Tensor]
 """``item_loss(rank, rank_plus, num_relevant) -> loss`` of each relevant item, elementwise, differentiable in the first
@@ -85,6 +85,7 @@ def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, norma
         return _Rank.apply(_prepare(scores, mask), mask, float(lambda_val), normalize)
 
 
+@torch.compiler.disable  # the kernels look at the data: one graph break, not one each time they do
 def rank_loss(
     scores: Tensor,
     relevance: Tensor,
@@ -194,21 +195,19 @@ def rank_loss(
     if generator is not None and margin:
         noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
         values, margin = values + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
-    needs_grad = torch.is_grad_enabled() and scores.requires_grad
-    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype)
+    problem = Problem(
+        values.detach(),
+        relevance,
+        mask,
+        grades,
+        float(margin),
+        lambda_rows[:, None],
+        _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype),
+        rank_plus_grad,
+        needs_grad=torch.is_grad_enabled() and scores.requires_grad,
+    )
     with torch.autocast(scores.device.type, enabled=False):
-        losses, mean_r, num_still = _RankLoss.apply(
-            values,
-            relevance,
-            mask,
-            grades,
-            float(margin),
-            lambda_rows[:, None],
-            item_gradient,
-            rank_plus_grad,
-            needs_grad,
-            rows,
-        )
+        losses, mean_r, num_still = _RankLoss.apply(values, problem, rows)
     weighted = losses * row_weights
     weighted = weighted.view(lead) if reduction == "none" else weighted.sum()
     if reduction == "mean":
@@ -247,21 +246,9 @@ class _RankLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        scores: Tensor,
-        relevance: Tensor,
-        mask: Tensor | None,
-        grades: Tensor | None,
-        margin: float,
-        lambda_rows: Tensor,
-        item_gradient: ItemGradient,
-        rank_plus_grad: bool,
-        needs_grad: bool,
-        rows: DenseRows | SegmentRows,
+        ctx: Any, scores: Tensor, problem: Problem, rows: DenseRows | SegmentRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        losses, mean_r, num_still, grad = rows.rank_and_move(
-            scores, relevance, mask, grades, margin, lambda_rows, item_gradient, rank_plus_grad, needs_grad
-        )
+        losses, mean_r, num_still, grad = rows.rank_and_move(problem)
         ctx.rows = rows
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(mean_r, num_still)
@@ -269,9 +256,9 @@ class _RankLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         (unit_grad,) = ctx.saved_tensors
-        return ctx.rows.spread(grad) * unit_grad, *[None] * 9
+        return ctx.rows.spread(grad) * unit_grad, None, None
 
 
 def _item_gradient(

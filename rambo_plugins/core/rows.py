@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rambo_plugins.core import kernels
-from rambo_plugins.core.sorting import ItemGradient, Outcome, Pack, order_of
+from rambo_plugins.core.sorting import Outcome, Pack, Problem, order_of
 
 
 class DenseRows:
@@ -32,22 +32,9 @@ class DenseRows:
         """Values (Q,) of the rows, to be broadcast with those of the items."""
         return values.unsqueeze(-1)
 
-    def rank_and_move(
-        self,
-        scores: Tensor,
-        relevance: Tensor,
-        mask: Tensor | None,
-        grades: Tensor | None,
-        margin: float,
-        step: Tensor,
-        item_gradient: ItemGradient,
-        rank_plus_grad: bool,
-        needs_grad: bool,
-    ) -> Outcome:
+    def rank_and_move(self, problem: Problem) -> Outcome:
         """See ``sorting.rank_and_move``."""
-        return kernels.rank_and_move(
-            scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad
-        )
+        return kernels.rank_and_move(problem)
 
 
 class SegmentRows:
@@ -76,46 +63,33 @@ class SegmentRows:
         """Values (Q,) of the rows, for each item."""
         return values[self._segments]
 
-    def rank_and_move(
-        self,
-        scores: Tensor,
-        relevance: Tensor,
-        mask: Tensor | None,
-        grades: Tensor | None,
-        margin: float,
-        step: Tensor,
-        item_gradient: ItemGradient,
-        rank_plus_grad: bool,
-        needs_grad: bool,
-    ) -> Outcome:
+    def rank_and_move(self, problem: Problem) -> Outcome:
         """See ``sorting.rank_and_move``; values of items are (M,) here, not (Q, N)."""
-        num = len(self.lengths)
+        scores, num = problem.scores, len(self.lengths)
         losses, mean_r = scores.new_zeros(num), scores.new_zeros(num)
         num_still = torch.zeros_like(self.lengths)
-        grad = scores.new_zeros(len(scores) if needs_grad else 0)
+        grad = scores.new_zeros(len(scores) if problem.needs_grad else 0)
         for rows, items, exist in self._groups():
-            there = exist if mask is None else exist & mask[items]
+            mask = exist if problem.mask is None else exist & problem.mask[items]
 
-            def packed_item_gradient(
+            def item_gradient(
                 ranks: Tensor, ranks_plus: Tensor, pack: Pack, total: Pack, rows: Tensor = rows, items: Tensor = items
             ) -> tuple[Tensor, Tensor | None, Tensor | None]:
                 def pack_segments(values: Tensor) -> Tensor:
                     return pack(values[rows] if values.dim() == 2 else values[items])
 
-                return item_gradient(ranks, ranks_plus, pack_segments, total)
+                return problem.item_gradient(ranks, ranks_plus, pack_segments, total)
 
-            losses[rows], mean_r[rows], num_still[rows], dense_grad = kernels.rank_and_move(
-                scores[items].masked_fill_(~there, -torch.inf),
-                relevance[items] & exist,
-                there,
-                None if grades is None else grades[items],
-                margin,
-                step[rows],
-                packed_item_gradient,
-                rank_plus_grad,
-                needs_grad,
+            dense = problem._replace(
+                scores=scores[items].masked_fill_(~mask, -torch.inf),
+                relevance=problem.relevance[items] & exist,
+                mask=mask,
+                grades=None if problem.grades is None else problem.grades[items],
+                step=problem.step[rows],
+                item_gradient=item_gradient,
             )
-            if needs_grad:
+            losses[rows], mean_r[rows], num_still[rows], dense_grad = kernels.rank_and_move(dense)
+            if problem.needs_grad:
                 grad[items[exist]] = dense_grad[exist]
         return losses, mean_r, num_still, grad
 

@@ -7,6 +7,7 @@ before the sort decides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,37 +19,37 @@ ItemGradient = Callable[[Tensor, Tensor, Pack, Pack], tuple[Tensor, "Tensor | No
 A kernel holds the relevant items in a form of its own. ``pack`` brings what is known of all items, (Q, N), or of the
 rows, (Q, 1), into this form, and ``total`` sums values in it over the relevant items of each row."""
 
+
+class Problem(NamedTuple):
+    """What a kernel ranks: Q rows of N items."""
+
+    scores: Tensor
+    """(Q, N) float32 or float64, outside the graph, -inf where an item does not exist."""
+    relevance: Tensor
+    """(Q, N) bool, False where an item does not exist."""
+    mask: Tensor | None
+    """(Q, N) bool, which items exist; None: all."""
+    grades: Tensor | None
+    """(Q, N) float, of the relevant items; among equals the lower grade ranks first. None: all the same."""
+    margin: float
+    """α."""
+    step: Tensor
+    """(Q, 1), what the gradient of a row's own loss is multiplied with for the move."""
+    item_gradient: ItemGradient
+    """The losses of the rows and their gradients, from the ranks of relevant items."""
+    rank_plus_grad: bool
+    """Let rank⁺ carry a gradient too."""
+    needs_grad: bool
+    """Without it nothing moves, and the gradient of the outcome is not to be read."""
+
+
 Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 """(Q,) losses, (Q,) mean r, (Q,) number of relevant items that do not move, and (Q, N) the gradient."""
 
 
-def rank_and_move(
-    scores: Tensor,
-    relevance: Tensor,
-    mask: Tensor | None,
-    grades: Tensor | None,
-    margin: float,
-    step: Tensor,
-    item_gradient: ItemGradient,
-    rank_plus_grad: bool,
-    needs_grad: bool,
-) -> Outcome:
-    """Rank the relevant items, move them along the gradient of their loss, rank again.
-
-    Args:
-        scores: (Q, N) float32 or float64, -inf where an item does not exist.
-        relevance: (Q, N) bool, False where an item does not exist.
-        mask: (Q, N) bool, which items exist; None: all.
-        grades: (Q, N) float, of the relevant items; among equals the lower grade ranks first. None: all the same.
-        margin: α.
-        step: (Q, 1), what the gradient of a row's own loss is multiplied with for the move.
-        item_gradient: the losses of the rows and their gradients, from ranks of relevant items.
-        rank_plus_grad: let rank⁺ carry a gradient too.
-        needs_grad: without it nothing moves.
-
-    Returns:
-        See ``Outcome``; without ``needs_grad`` none moves, and the gradient is not to be read.
-    """
+def rank_and_move(problem: Problem) -> Outcome:
+    """Rank the relevant items, move them along the gradient of their loss, rank again."""
+    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_relevant = relevance.sum(-1)
     # Among equals: irrelevant items first, then relevant ones, what does not exist last.
     kind = relevance.byte() if grades is None else torch.where(relevance, grades, -torch.inf)
