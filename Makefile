@@ -3,7 +3,8 @@
 # make slow   the tests marked slow
 # make clean  removes the environment and the caches
 #
-# Each target makes .venv first, from pyproject.toml and constraints.txt, and reuses it while neither has changed.
+# Each target makes .venv first, from pyproject.toml and constraints.txt, and reuses it while neither has changed. The
+# tests add mmdet to it, whose mmcv compiles its operators: some ten minutes on two cores, with a C++ compiler.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -12,13 +13,13 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python -m rambo_plugins.demo $(ARGS)
 
-test: .venv/installed
+test: .venv/mmdet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-slow: .venv/installed
+slow: .venv/mmdet
 	$(BIN)/python -m pytest -m slow
 
 format: .venv/installed
@@ -29,6 +30,13 @@ format: .venv/installed
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'rambo_plugins needs Python 3.10 or newer; run make PYTHON=/path/to/python3')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.venv/mmdet: .venv/installed
+	$(BIN)/python -m pip install --constraint constraints.txt "setuptools>=77" wheel ninja psutil
+	PATH="$(CURDIR)/$(BIN):$$PATH" MMCV_WITH_OPS=1 FORCE_CUDA=0 MAX_JOBS=2 CFLAGS="-O1 -g0" \
+		$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation onedl-mmcv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,mmdet]"
 	touch $@
 
 clean:
