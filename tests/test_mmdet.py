@@ -541,12 +541,13 @@ def test_two_processes(scenes, tmp_path):
     config = runner_config(scenes, tmp_path / "work", {"memory": 2, "memory_gather": True}, epochs=1)
     config.train_dataloader.batch_size = 2
     config.dump(tmp_path / "config.py")
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "rambo_plugins.mmdet.train", str(tmp_path / "config.py"), "--launcher", "pytorch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
-    )
+        [sys.executable, *command],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     state = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)["state_dict"]
     lengths = state["roi_head.bbox_head.loss_cls.rank_loss.memory.lengths"]
