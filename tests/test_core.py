@@ -552,6 +552,7 @@ FLAT = {"scores": torch.zeros(3), "relevance": torch.tensor([True, False, True])
         ({"weights": torch.zeros(3)}, ValueError, r"weights must have shape \(2,\)"),
         ({"item_weights": torch.zeros(3)}, ValueError, r"item_weights must have shape \(2, 3\)"),
         ({"grades": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "grades must be a floating-point"),
+        ({"grades": torch.zeros(2, 3)}, TypeError, "grades are a fourth argument"),
         ({"segments": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"flat scores \(M,\), got .*\(2, 3\)"),
         (FLAT | {"segments": torch.zeros(3)}, TypeError, "segments must be an int64 tensor, got torch.float32"),
         (FLAT | {"segments": torch.tensor([0, -1, 2])}, ValueError, "segments must lie in 0 to 2, got values from -1"),

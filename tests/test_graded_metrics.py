@@ -28,7 +28,7 @@ def ranks_in_loss(scores, grades):
     return [1 + sum(other < key for other in keys) for key in keys]
 
 
-def discount(rank, cutoff, temperature=0.5):
+def discount(rank, cutoff, temperature=1.0):
     """1 / log2(1 + rank), by the relaxed [rank <= cutoff], and the slope."""
     value, slope = 1 / math.log2(1 + rank), -math.log(2) / ((1 + rank) * math.log(1 + rank) ** 2)
     if cutoff is None:

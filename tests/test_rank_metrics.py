@@ -1,5 +1,6 @@
 """Losses of the other rank metrics against loops over the ranks."""
 
+import functools
 import math
 
 import numpy as np
@@ -22,50 +23,123 @@ def problem(seed):
     return scores, torch.rand(3, 12, generator=generator) < 0.3
 
 
+def slow_item(metric, num, temperature):
+    """(loss, d loss / d rank, d loss / d rank⁺) of one of ``num`` relevant items."""
+
+    def item(rank, rank_plus):
+        if metric == "reciprocal rank":
+            best = num * (rank_plus == 1)
+            return best * (1 - 1 / rank), best / rank**2, 0.0
+        if metric == "precision":
+            value, slope = soft(rank, 3, temperature)
+            return 1 - num / 3 * value, -num / 3 * slope, 0.0
+        values = [soft(rank - rank_plus + 1, k, temperature) for k in (1, 4)]
+        return 1 - sum(v for v, _ in values) / 2, -sum(s for _, s in values) / 2, 0.0
+
+    return item
+
+
+def function_and_module(metric, **options):
+    """Both take (scores, relevance, **what is of the items)."""
+    if metric == "reciprocal rank":
+        options.pop("temperature", None)
+        function, module = rank_metrics.reciprocal_rank_loss, rank_metrics.ReciprocalRankLoss(**options)
+    elif metric == "precision":
+        options = {"k": 3} | options
+        function, module = rank_metrics.precision_at_k_loss, rank_metrics.PrecisionAtKLoss(**options)
+    else:
+        options = {"ks": (1, 4)} | options
+        function, module = rank_metrics.recall_at_k_loss, rank_metrics.RecallAtKLoss(**options)
+    return functools.partial(function, **options), module
+
+
+METRICS = ["reciprocal rank", "precision", "recall"]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.parametrize("metric", ["reciprocal rank", "precision", "recall"])
-def test_values_and_gradients_equal_loops(metric, temperature):
+@pytest.mark.parametrize("layout", ["dense", "mask", "segments"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_values_and_gradients_equal_loops(metric, layout, temperature):
     moved = 0
     for seed in range(20):
         scores, relevance = problem(seed)
-        y, expected_grad, expected = scores.clone().requires_grad_(), [], 0.0
-        rows = [q for q in range(3) if relevance[q].any()]
-        for q in range(3):
-            num = int(relevance[q].sum())
-
-            def item(rank, rank_plus, num=num):
-                if metric == "reciprocal rank":
-                    best = num * (rank_plus == 1)
-                    return best * (1 - 1 / rank), best / rank**2, 0.0
-                if metric == "precision":
-                    value, slope = soft(rank, 3, temperature)
-                    return 1 - num / 3 * value, -num / 3 * slope, 0.0
-                values = [soft(rank - rank_plus + 1, k, temperature) for k in (1, 4)]
-                return 1 - sum(v for v, _ in values) / 2, -sum(s for _, s in values) / 2, 0.0
-
+        exist = torch.ones_like(relevance)
+        if layout != "dense":
+            exist = torch.rand(3, 12, generator=torch.Generator().manual_seed(seed)) < 0.7
+        counted = [q for q in range(3) if (relevance & exist)[q].any()]
+        expected_grad, expected = torch.zeros_like(scores), 0.0
+        for q in counted:
+            num = int((relevance & exist)[q].sum())
             losses, _, grads = oracles.rank_loss(
-                [scores[q].tolist()], [relevance[q].tolist()], item, lambda_val=8.0 / max(len(rows), 1), margin=0.125
-            )
-            expected += losses[0] / max(len(rows), 1)
-            expected_grad.append([value / max(len(rows), 1) for value in grads[0]])
-        options = {"lambda_val": 8.0, "margin": 0.125}
-        if metric == "reciprocal rank":
-            loss = rank_metrics.reciprocal_rank_loss(y, relevance, **options)
-            module = rank_metrics.ReciprocalRankLoss(**options)
-        elif metric == "precision":
-            options |= {"k": 3, "temperature": temperature}
-            loss = rank_metrics.precision_at_k_loss(y, relevance, **options)
-            module = rank_metrics.PrecisionAtKLoss(**options)
-        else:
-            options |= {"ks": (1, 4), "temperature": temperature}
-            loss = rank_metrics.recall_at_k_loss(y, relevance, **options)
-            module = rank_metrics.RecallAtKLoss(**options)
+                [scores[q].tolist()], [relevance[q].tolist()], slow_item(metric, num, temperature),
+                lambda_val=8.0 / len(counted), margin=0.125, mask=[exist[q].tolist()],
+            )  # fmt: skip
+            expected += losses[0] / len(counted)
+            expected_grad[q] = torch.tensor(grads[0]) / len(counted)
+        function, module = function_and_module(metric, lambda_val=8.0, margin=0.125, temperature=temperature)
+        y = scores.clone().requires_grad_()
+        arguments, of_items = (y, relevance), {}
+        if layout == "mask":
+            of_items = {"mask": exist}
+        elif layout == "segments":
+            arguments, of_items = (y[exist], relevance[exist]), {"segments": exist.nonzero()[:, 0]}
+        loss = function(*arguments, **of_items)
         assert loss.item() == pytest.approx(expected, abs=1e-9)
-        assert module(y, relevance).item() == loss.item()
+        assert module(*arguments, **of_items).item() == loss.item()
         loss.backward()
-        np.testing.assert_allclose(y.grad.numpy(), expected_grad, atol=1e-9)
+        np.testing.assert_allclose(y.grad.numpy(), expected_grad.numpy(), atol=1e-9)
         moved += int(y.grad.count_nonzero())
     assert moved > 10
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_ranked_in_single_precision(metric, dtype):
+    scores, relevance = (values.to(dtype) if values.dtype != torch.bool else values for values in problem(1))
+    function, _ = function_and_module(metric, lambda_val=8.0, margin=0.125)
+    results = []
+    for y in (scores.requires_grad_(), scores.detach().float().requires_grad_()):
+        loss = function(y, relevance)
+        loss.backward()
+        results.append((loss, y.grad))
+    (half, half_grad), (single, single_grad) = results
+    assert half.dtype == torch.float32
+    assert half == single
+    assert half_grad.dtype == dtype
+    assert half_grad.count_nonzero()
+    assert torch.equal(half_grad, single_grad.to(dtype))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_row_without_a_relevant_item_does_not_count(metric):
+    scores, relevance = problem(3)
+    relevance[1] = False
+    assert relevance[[0, 2]].any(1).all()
+    function, _ = function_and_module(metric, lambda_val=8.0)
+    assert function(scores, relevance) == function(scores[[0, 2]], relevance[[0, 2]])
+    y = scores.clone().requires_grad_()
+    loss = function(y, torch.zeros_like(relevance))
+    loss.backward()
+    assert loss == 0
+    assert not y.grad.any()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_descent_brings_relevant_items_from_the_bottom_to_the_top(metric):
+    scores = torch.linspace(1, 0, 40)
+    relevance = torch.zeros(40, dtype=torch.bool)
+    relevance[[37, 38, 39]] = True
+    function, _ = function_and_module(metric, lambda_val=50.0)
+    y = scores.clone().requires_grad_()
+    for _ in range(300):
+        (grad,) = torch.autograd.grad(function(y, relevance), y)
+        with torch.no_grad():
+            y -= grad
+    first = y.detach().argsort(descending=True).tolist()
+    if metric == "reciprocal rank":  # that of the best relevant item alone
+        assert first[0] in {37, 38, 39}
+    else:
+        assert set(first[:3]) == {37, 38, 39}
 
 
 def test_at_a_small_temperature_the_cutoffs_are_the_metrics():

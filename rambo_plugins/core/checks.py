@@ -8,7 +8,9 @@ It is on unless Python runs with ``-O`` or ``check_nan(False)`` was called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +76,21 @@ def check_float(name: str, value: Tensor, scores: Tensor, shape: tuple[int, ...]
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
     _check_like(name, value, scores, shape)
+
+
+def check_takes_grades(item_loss: Callable[..., Any]) -> None:
+    """Where there are grades the item loss takes a fourth argument."""
+    try:
+        signature = inspect.signature(item_loss)
+    except ValueError:  # a builtin
+        return
+    try:
+        signature.bind(0, 0, 0, 0)
+    except TypeError:
+        raise TypeError(
+            "grades are a fourth argument, (rank, rank_plus, num_relevant, grade), of the loss of an item; this loss "
+            f"takes {signature}"
+        ) from None
 
 
 def _check_like(name: str, value: Tensor, scores: Tensor, shape: tuple[int, ...]) -> None:

@@ -166,6 +166,7 @@ def rank_loss(
         checks.check_float("item_weights", item_weights, scores, tuple(scores.shape))
     if grades is not None:
         checks.check_float("grades", grades, scores, tuple(scores.shape))
+        checks.check_takes_grades(item_loss)
     if segments is None:
         rows: DenseRows | SegmentRows = DenseRows(math.prod(scores.shape[:-1]), scores.shape[-1])
         lead = tuple(scores.shape[:-1])
