@@ -1,12 +1,12 @@
 """Speed of the average-precision loss, forward and backward, against other ways to compute it: Table 6 of the paper.
 
-    python benchmarks/speed.py                              # N from 1,000 to 100 million, a quarter of an hour
+    python benchmarks/speed.py                              # N from 1,000 to 100 million, 20 minutes
     python benchmarks/speed.py --largest 1e6 --out speed    # writes speed.json and speed.png
 
-All in one run, one after the other on the same scores, median of several repetitions; what the table gives is the
-ratio. Competitors: ours without numba (``core/counting.py``); two full sorts (``core/sorting.py``); a loop over the
-relevant items, the way AP-loss computes its exact gradient; binary cross-entropy on the same scores as the floor; PML's
-FastAP and SmoothAP where the similarity matrix of a batch fits.
+All in one run, one after the other on the same scores, median of up to nine repetitions (one, where a run takes longer
+than 15 s); what the table gives is the ratio. Competitors: ours without numba (``core/counting.py``); two full sorts
+(``core/sorting.py``); a loop over the relevant items, the way AP-loss computes its exact gradient; binary cross-entropy
+on the same scores as the floor; PML's FastAP and SmoothAP where the similarity matrix of a batch fits.
 Scores are normal; "trained" are those where the relevant items lie 5 standard deviations higher. The peak memory is
 that of a process of its own for each N.
 """
@@ -38,6 +38,7 @@ SHARES = [1e-4, 1e-3, 1e-2, 1e-1, 0.5]
 TRAINED = [(1, 10**6, 10**3), (1, 10**6, 10**4), (1, 10**6, 10**5)]
 ROWS = [(128, 128, 3), (128, 512, 12), (256, 65_536, 4), (4096, 65_536, 4), (80, 4096, 50)]
 OPTIONS = {"lambda_val": 0.5, "margin": 0.15}
+REPEAT_LIMIT = 15.0  # seconds after which a measurement is not repeated
 TIME_LIMIT = 10.0  # seconds that the loop over N·P pairs may be expected to take, from its time on the last problem
 
 
@@ -100,16 +101,16 @@ COMPETITORS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 }
 
 
-def seconds(run: Callable[[], None], device: str, repetitions: int) -> float:
-    """Median of the repetitions, after one that does not count, unless there is only one."""
-    times = []
-    for _ in range(repetitions + (repetitions > 1)):
+def seconds(run: Callable[[], None], device: str) -> float:
+    """Median of up to nine repetitions, after one that does not count, as many as fit into ``REPEAT_LIMIT``."""
+    times: list[float] = []
+    while len(times) < 10 and sum(times) < REPEAT_LIMIT:
         start = time.perf_counter()
         run()
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[-repetitions:])
+    return statistics.median(times[1:] or times)
 
 
 def measure(
@@ -117,7 +118,6 @@ def measure(
 ) -> dict[str, float]:
     """Seconds of each competitor; of the loop only where its ``seconds_a_pair`` promise an end."""
     scores, relevance = problem(num_rows, num_items, num_relevant, device, higher)
-    repetitions = 9 if scores.numel() <= 10**6 else 3 if scores.numel() <= 10**7 else 1
     times = {}
     for name, run in COMPETITORS.items():
         pairs = num_rows * num_items * num_relevant
@@ -130,7 +130,7 @@ def measure(
             scores.grad = None
             run(scores, relevance)
 
-        times[name] = seconds(once, device, repetitions)
+        times[name] = seconds(once, device)
     return times
 
 
@@ -147,7 +147,7 @@ def metric_learning(batch: int, device: str) -> dict[str, float]:
     if batch <= 512:  # SmoothAP makes B³ floats
         losses["SmoothAP"] = SmoothAPLoss()
     return {
-        name: seconds(lambda loss=loss: loss(embeddings, labels).backward(), device, 9) for name, loss in losses.items()
+        name: seconds(lambda loss=loss: loss(embeddings, labels).backward(), device) for name, loss in losses.items()
     }
 
 

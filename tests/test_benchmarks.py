@@ -63,3 +63,14 @@ def test_detection_data_of_voc_folders(tmp_path):
     assert [image["file_name"] for image in train["images"]] == ["a.jpg", "b.jpg"]
     assert [(a["bbox"], a["category_id"]) for a in train["annotations"]] == [([1, 2, 10, 20], 1)]
     assert [a["bbox"] for a in test["annotations"]] == [[0, 0, 4, 4]]
+
+
+@pytest.mark.slow
+def test_detection_step(tmp_path):
+    pytest.importorskip("mmdet")
+    command = [sys.executable, BENCHMARKS / "detection_step.py", "--size", "192", "128", "--repetitions", "1"]
+    done = subprocess.run([*command, "--out", tmp_path / "step.json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((tmp_path / "step.json").read_text())
+    assert set(outcome["seconds"]) == {"step ce", "step rambo", "loss ce", "loss rambo"}
+    assert outcome["seconds"]["loss rambo"] < outcome["seconds"]["step rambo"]
