@@ -4,7 +4,8 @@
 # make clean  removes the environment and the caches
 #
 # Each target makes .venv first, from pyproject.toml and constraints.txt, and reuses it while neither has changed. The
-# tests add mmdet to it, whose mmcv compiles its operators: some ten minutes on two cores, with a C++ compiler.
+# tests add mmdet to it, whose mmcv compiles its operators: some ten minutes on two cores, with a C++ compiler; and
+# detectron2, unless it is there already, as the Python code of the package that carries it on PyPI.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -13,13 +14,13 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python -m rambo_plugins.demo $(ARGS)
 
-test: .venv/mmdet
+test: .venv/detectron2
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-slow: .venv/mmdet
+slow: .venv/detectron2
 	$(BIN)/python -m pytest -m slow
 
 format: .venv/installed
@@ -37,6 +38,13 @@ format: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" MMCV_WITH_OPS=1 FORCE_CUDA=0 MAX_JOBS=2 CFLAGS="-O1 -g0" \
 		$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation onedl-mmcv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,mmdet]"
+	touch $@
+
+.venv/detectron2: .venv/mmdet
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,mmdet,detectron2]"
+	$(BIN)/python -c "import detectron2" || $(BIN)/python -m pip install --no-deps --only-binary=:all: \
+		--python-version 3.10 --target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		sal-detectron2==0.7.2
 	touch $@
 
 clean:

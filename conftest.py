@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [f"rambo_plugins/{host}" for host in ("mmdet",) if find_spec(host) is None]
+collect_ignore = [f"rambo_plugins/{host}" for host in ("mmdet", "detectron2") if find_spec(host) is None]

@@ -25,8 +25,10 @@ from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+BLEND = {"use_sigmoid": False, "margin": 0.02, "loss_weight": 10.0, "aux_weight": 0.1}  # cross-entropy has weight 1
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "ce": None,  # the toolkit's own cross-entropy
+    "ce-weight3": {"type": "CrossEntropyLoss", "use_sigmoid": False, "loss_weight": 3.0},
     "rambo": {},
     "rambo-probabilities": {"score_space": "probabilities"},
     "rambo-probabilities-margin0.02": {"score_space": "probabilities", "margin": 0.02},
@@ -38,14 +40,12 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "rambo-no-memory": {"memory": 0},
     "rambo-weight4": {"loss_weight": 4.0},
     "rambo-weight30": {"loss_weight": 30.0},
-    "rambo-weight100": {"loss_weight": 100.0},
-    "rambo-weight30-lambda5": {"loss_weight": 30.0, "lambda_val": 5.0},
-    "rambo-blend": {"use_sigmoid": False, "margin": 0.02, "aux_weight": 1.0},
-    "rambo-blend10": {"use_sigmoid": False, "margin": 0.02, "loss_weight": 10.0, "aux_weight": 0.1},
     "rambo-aux": {"aux_weight": 1.0},
-    "rambo-aux-probabilities": {"aux_weight": 1.0, "score_space": "probabilities"},
     "rambo-aux-fading": {"aux_weight": 1.0, "aux_steps": 300},
-    "rambo-aux-fading-probabilities": {"aux_weight": 1.0, "aux_steps": 300, "score_space": "probabilities"},
+    "rambo-blend10": BLEND,
+    "rambo-blend10-lambda0.1": {**BLEND, "lambda_val": 0.1},
+    "rambo-blend10-lambda2.5": {**BLEND, "lambda_val": 2.5},
+    "rambo-blend10-no-memory": {**BLEND, "memory": 0},
 }
 
 

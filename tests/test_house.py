@@ -17,6 +17,7 @@ ALLOWED = {  # what each part may import besides the standard library and itself
     "core": {"torch", "numba", "numpy"},
     "pml": {"torch", "pytorch_metric_learning", "rambo_plugins.core"},
     "mmdet": {"torch", "mmdet", "mmengine", "rambo_plugins.core"},
+    "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "rambo_plugins.core"},
     "demo": {
         "torch", "numpy", "scipy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss", "pytorch_metric_learning",
@@ -51,6 +52,7 @@ def test_parts_import_the_core_and_one_host(part):
     [
         ("pml", "pytorch_metric_learning", 'needs pytorch-metric-learning: pip install "rambo-plugins[pml]"'),
         ("mmdet", "mmdet", 'needs mmdet: pip install "rambo-plugins[mmdet]"'),
+        ("detectron2", "detectron2", 'not on PyPI: pip install "rambo-plugins[detectron2]" installs what it needs'),
         ("evaluation", "faiss", 'pip install "rambo-plugins[faiss-cpu]"'),
         ("demo", "matplotlib", 'pip install "rambo-plugins[demo]"'),
     ],
@@ -80,6 +82,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
 def test_code_of_the_readme_runs_and_prints_what_it_says(block):
     """Each block runs by itself; what it prints is the comments that start with ``# ->``, in order."""
+    if "detectron2" in block:
+        pytest.importorskip("detectron2")
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == re.findall(r"# -> (.*)", block)

@@ -211,7 +211,7 @@ def test_half_precision_and_loss_scaling_change_no_lambda(options):
     [
         ({"score_space": "margins"}, "score_space must be one of 'logits', 'probabilities', got 'margins'"),
         ({"use_sigmoid": False, "score_space": "logits"}, "softmax reorders the boxes"),
-        ({"use_sigmoid": False, "test_temperature": 0.5}, "test_temperature=0.5 needs use_sigmoid=True"),
+        ({"use_sigmoid": False, "test_temperature": 0.5}, "test_temperature needs sigmoid, got 0.5 with softmax"),
         ({"test_temperature": 0.0}, "test_temperature must be a finite number > 0"),
         ({"aux_steps": 10}, "need aux_weight > 0"),
         ({"lambda_val": -1}, "lambda_val must be a finite number > 0, got -1"),

@@ -18,6 +18,29 @@ from rambo_plugins.core.memory import ScoreMemory
 from rambo_plugins.core.ranking import RankStatistics, rank_loss
 
 
+def check_score_space(use_sigmoid: bool, score_space: str | None, test_temperature: float = 1.0) -> str:
+    """The ``score_space`` of a classifier's options, "logits" or "probabilities"; None: logits with sigmoid.
+
+    Raises:
+        ValueError: an unknown one, or options that do not go together.
+    """
+    score_space = score_space or ("logits" if use_sigmoid else "probabilities")
+    checks.check_choice("score_space", score_space, ("logits", "probabilities"))
+    checks.check_positive("test_temperature", test_temperature)
+    if not use_sigmoid and score_space == "logits":
+        raise ValueError('softmax reorders the boxes: with it, score_space must be "probabilities"')
+    if not use_sigmoid and test_temperature != 1:
+        raise ValueError(f"test_temperature needs sigmoid, got {test_temperature!r} with softmax")
+    return score_space
+
+
+def scores_to_rank(logits: Tensor, use_sigmoid: bool, score_space: str) -> Tensor:
+    """What is ranked of logits (R, C), with softmax (R, C + 1), the last one the background: scores (R, C)."""
+    if not use_sigmoid:
+        return logits.softmax(1)[:, :-1]
+    return logits if score_space == "logits" else logits.sigmoid()
+
+
 class DetectionParts(NamedTuple):
     """The two summands of the unit loss, scalars, their shares inside: the loss is ``map + apc``."""
 

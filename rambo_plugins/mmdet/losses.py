@@ -12,7 +12,7 @@ from mmdet.registry import MODELS
 from torch import Tensor, nn
 
 from rambo_plugins.core import checks
-from rambo_plugins.core.detection import DetectionLoss
+from rambo_plugins.core.detection import DetectionLoss, check_score_space, scores_to_rank
 
 
 @MODELS.register_module()
@@ -83,21 +83,14 @@ class RamboLoss(nn.Module):
         return_dict: bool = False,
     ) -> None:
         super().__init__()
-        score_space = score_space or ("logits" if use_sigmoid else "probabilities")
-        checks.check_choice("score_space", score_space, ("logits", "probabilities"))
         checks.check_not_negative("loss_weight", loss_weight)
-        checks.check_positive("test_temperature", test_temperature)
         checks.check_not_negative("aux_weight", aux_weight)
         checks.check_not_negative("aux_steps", aux_steps)
-        if not use_sigmoid and score_space == "logits":
-            raise ValueError('softmax reorders the boxes: use_sigmoid=False needs score_space="probabilities"')
-        if not use_sigmoid and test_temperature != 1:
-            raise ValueError(f"test_temperature={test_temperature!r} needs use_sigmoid=True")
         if not aux_weight and (aux_loss is not None or aux_steps):
             raise ValueError("aux_loss and aux_steps need aux_weight > 0, got 0")
         self.use_sigmoid = use_sigmoid
         self.loss_weight = loss_weight
-        self.score_space = score_space
+        self.score_space = check_score_space(use_sigmoid, score_space, test_temperature)
         self.test_temperature = test_temperature
         self.aux_weight = aux_weight
         self.aux_steps = aux_steps
@@ -182,11 +175,7 @@ class RamboLoss(nn.Module):
         self._check_channels(cls_score, label)
         with torch.autocast(cls_score.device.type, enabled=False):
             logits = cls_score if cls_score.dtype == torch.float64 else cls_score.float()
-            if self.use_sigmoid:
-                scores = logits if self.score_space == "logits" else logits.sigmoid()
-            else:
-                scores = logits.softmax(1)[:, :-1]
-            parts = self.rank_loss(scores, label, weight)
+            parts = self.rank_loss(scores_to_rank(logits, self.use_sigmoid, self.score_space), label, weight)
             losses = {"loss_cls_map": self.loss_weight * parts.map, "loss_cls_apc": self.loss_weight * parts.apc}
             if self.aux_weight:
                 aux = self.aux_loss(logits, label, weight, avg_factor=avg_factor)
