@@ -2,8 +2,8 @@
 
 ``python benchmarks/detection.py --data glyphs --variants ce rambo --lrs 5e-4 1e-3 2e-3 --seeds 0 1 2``
 
-Each run (data, variant, learning rate, seed) writes ``OUT/DATA/TOOLKIT-VARIANT-lrLR-seedSEED/result.json``; one that is
-there is not run again, one that was interrupted goes on from its last epoch. ``--report`` only collects what is there.
+Each run (data, toolkit, variant, learning rate, seed) writes ``OUT/DATA/TOOLKIT-VARIANT-lrLR-seedSEED/result.json``;
+one that is there is not run again, one that was interrupted goes on from its last epoch. ``--report`` only collects.
 The data are glyph scenes, drawn here, or BCCD (``--data bccd --bccd PATH``), see ``detection_data.py``.
 """
 
@@ -131,7 +131,7 @@ def draw(data: detection_data.DetectionData, folders: dict[str, Path], path: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toolkit", default="mmdet", choices=["mmdet"])
+    parser.add_argument("--toolkit", default="mmdet", choices=["mmdet", "detectron2"])
     parser.add_argument("--data", default="glyphs", choices=["glyphs", "bccd"])
     parser.add_argument("--bccd", type=Path, help="the folder of BCCD: Annotations, ImageSets, JPEGImages")
     parser.add_argument("--variants", nargs="+", default=["ce", "rambo"], choices=list(VARIANTS), metavar="VARIANT",

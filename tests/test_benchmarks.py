@@ -23,10 +23,12 @@ def test_speed(tmp_path):
     assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
-def test_detection(tmp_path):
-    pytest.importorskip("mmdet")
+@pytest.mark.parametrize("toolkit", ["mmdet", "detectron2"])
+def test_detection(tmp_path, toolkit):
+    pytest.importorskip(toolkit)
     command = [sys.executable, BENCHMARKS / "detection.py", "--pages", "8", "4", "--epochs", "1", "--out", tmp_path]
-    command += ["--variants", "ce", "rambo", "--draw", "mmdet-ce-lr0.001-seed0", "mmdet-rambo-lr0.001-seed0"]
+    command += ["--toolkit", toolkit, "--variants", "ce", "rambo"]
+    command += ["--draw", f"{toolkit}-ce-lr0.001-seed0", f"{toolkit}-rambo-lr0.001-seed0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
@@ -36,7 +38,7 @@ def test_detection(tmp_path):
         assert len(result["AP50_per_class"]) == 20
         assert [point["epoch"] for point in result["curve"]] == [1]
     assert (tmp_path / "glyphs.png").stat().st_size > 10_000
-    assert "| glyphs | mmdet | rambo | 0.001 | 1 |" in done.stdout
+    assert f"| glyphs | {toolkit} | rambo | 0.001 | 1 |" in done.stdout
     before = (tmp_path / "results.json").stat().st_mtime_ns
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
