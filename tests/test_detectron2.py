@@ -488,6 +488,23 @@ def test_a_lazy_config_from_the_command_line(scenes, tmp_path):
     assert json.dumps(tested) == json.dumps(resumed)
 
 
+def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path):
+    command = [*dataset_options(scenes, "zoo"), "--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"]
+    command += [
+        "--eval-only",
+        "MODEL.WEIGHTS",
+        "",
+        "MODEL.ROI_HEADS.NAME",
+        "RamboROIHeads",
+        "DATASETS.TEST",
+        "('zoo_test',)",
+    ]
+    command += ["OUTPUT_DIR", str(tmp_path), "INPUT.MIN_SIZE_TEST", "64", "MODEL.ROI_HEADS.NUM_CLASSES", "20"]
+    assert "bbox" in train_main([*command, "DATALOADER.NUM_WORKERS", "0"])
+    with pytest.raises(RuntimeError, match=r"no_such.yaml not available in Model Zoo"):
+        train_main(["--config-file", "no_such.yaml"])
+
+
 def test_a_training_script_that_knows_nothing_of_us(tmp_path):
     program = (
         "from detectron2.config import get_cfg; from detectron2.modeling import build_model; cfg = get_cfg(); "

@@ -1,17 +1,19 @@
 """Train or evaluate a detectron2 config, yaml or LazyConfig, with RaMBO's config node, heads and resumable memory.
 
 The options are those of detectron2's own scripts: ``--resume``, ``--eval-only``, ``--num-gpus`` and overrides of the
-config at the end. ``--dataset`` registers data in COCO's format, which the config then names. Without a GPU the CPU is
-used.
+config at the end. ``--config-file`` is a file or the name of one in detectron2's model zoo. ``--dataset`` registers
+data in COCO's format, which the config then names. Without a GPU the CPU is used.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2 import model_zoo
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode, LazyConfig, get_cfg, instantiate
 from detectron2.data import MetadataCatalog
@@ -89,6 +91,8 @@ def main(argv: list[str] | None = None) -> Any:
     args = parser.parse_args(argv)
     if not args.config_file:
         parser.error("--config-file is required")
+    if not Path(args.config_file).exists():
+        args.config_file = model_zoo.get_config_file(args.config_file)
     if args.num_gpus * args.num_machines <= 1:
         return _run(args)
     return launch(  # without a result
