@@ -129,6 +129,31 @@ def draw(data: detection_data.DetectionData, folders: dict[str, Path], path: Pat
     figure.savefig(path, dpi=80)
 
 
+def draw_classes(results: list[dict[str, Any]], path: Path) -> None:
+    """AP of each class, the mean over the seeds, of each toolkit and loss of one data set at its best learning rate."""
+    best: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for group in {(r["toolkit"], r["variant"], r["lr"]) for r in results}:
+        runs = [r for r in results if (r["toolkit"], r["variant"], r["lr"]) == group]
+        others = best.get(group[:2])
+        if others is None or _mean_ap(runs) > _mean_ap(others):
+            best[group[:2]] = runs
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots()
+    classes = list(results[0]["AP_per_class"])
+    width = 0.8 / len(best)
+    for number, ((toolkit, variant), runs) in enumerate(sorted(best.items())):
+        heights = [100 * statistics.mean(run["AP_per_class"][name] for run in runs) for name in classes]
+        places = [k + (number - (len(best) - 1) / 2) * width for k in range(len(classes))]
+        axes.bar(places, heights, width, label=f"{toolkit} {variant}, lr {runs[0]['lr']:g}, n = {len(runs)}")
+    axes.set(xticks=range(len(classes)), xticklabels=classes, ylabel="AP in %", xlabel="class, the frequent ones first")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=80)
+
+
+def _mean_ap(runs: list[dict[str, Any]]) -> float:
+    return statistics.mean(run["AP"] for run in runs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toolkit", default="mmdet", choices=["mmdet", "detectron2"])
@@ -143,7 +168,7 @@ def main() -> None:
     parser.add_argument("--pages", nargs=2, type=int, default=[480, 240], help="glyph pages to train on, to test on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/detection"))
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--report", action="store_true", help="run nothing, collect what is there")
     parser.add_argument("--draw", nargs=2, metavar="RUN", help="two run folders' names whose detections to draw")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -163,9 +188,11 @@ def main() -> None:
     table = markdown(results)
     (args.out / "results.md").write_text(table + "\n")
     print(table)
+    for name in {result["data"] for result in results}:
+        draw_classes([result for result in results if result["data"] == name], args.out / f"{name}_classes.png")
     if args.draw:
         folders = {name: args.out / data.name / name for name in args.draw}
-        draw(data, folders, args.out / f"{data.name}.png")
+        draw(data, folders, args.out / f"{data.name}.jpg")
 
 
 if __name__ == "__main__":

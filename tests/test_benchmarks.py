@@ -37,7 +37,8 @@ def test_detection(tmp_path, toolkit):
         assert 0 <= result["AP50"] <= 1
         assert len(result["AP50_per_class"]) == 20
         assert [point["epoch"] for point in result["curve"]] == [1]
-    assert (tmp_path / "glyphs.png").stat().st_size > 10_000
+    for name in ("glyphs.jpg", "glyphs_classes.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
     assert f"| glyphs | {toolkit} | rambo | 0.001 | 1 |" in done.stdout
     before = (tmp_path / "results.json").stat().st_mtime_ns
     again = subprocess.run(command, capture_output=True, text=True, check=False)

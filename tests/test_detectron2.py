@@ -610,7 +610,9 @@ def test_configs_parse_and_build(path):
     layers = predictors(model)
     assert len(layers) == ("_rambo" in path.name) * (3 if "cascade" in path.name else 1)
     for one in layers:
-        assert one.rank_loss.extra_repr() == DetectionLoss().extra_repr()
+        blend = "blend" in path.name
+        assert one.rank_loss.extra_repr() == DetectionLoss(margin=0.02 if blend else 0.15).extra_repr()
+        assert one.loss_weight["loss_cls"] * one.aux_ce_weight == blend  # the usual weight of cross-entropy
         assert one.test_score_thresh == 0
     if "_ce" in path.name:
         assert path.with_name(path.name.replace("_ce", "_rambo")).exists()

@@ -570,8 +570,10 @@ def test_configs_parse_and_build(path):
     losses = [module for module in model.modules() if isinstance(module, RamboLoss)]
     assert len(losses) == ("_rambo_" in path.stem) * (3 if "cascade" in path.stem else 1)
     for loss in losses:
-        assert loss.use_sigmoid
-        assert loss.rank_loss.margin == (0.0 if "no-margin" in path.stem else 0.15)
+        blend = "blend" in path.stem
+        assert loss.use_sigmoid != blend
+        assert loss.loss_weight * loss.aux_weight == blend  # the usual weight of cross-entropy
+        assert loss.rank_loss.margin == (0.0 if "no-margin" in path.stem else 0.02 if blend else 0.15)
         assert loss.rank_loss.lambda_val == next((v for v in (0.1, 2.5) if f"lambda{v}" in path.stem), 0.5)
     if "voc" in path.stem:
         assert config.optim_wrapper.optimizer.lr == (0.1 if "lr0.1" in path.stem else 0.005)
