@@ -113,7 +113,11 @@ def rank_loss(
     return losses, shares, grads
 
 
-def detection_loss(scores, labels, num_classes, *, lambda_val, margin, map_weight=2.0, apc_weight=1.0):
+def log_precision_item(rank, rank_plus):
+    return -math.log(rank_plus / rank), 1 / rank, -1 / rank_plus
+
+
+def detection_loss(scores, labels, num_classes, *, lambda_val, margin, map_weight=2.0, apc_weight=1.0, item=ap_item):
     """(mean AP part, AP-over-all part, gradient) of boxes (R, C); Algorithm 1 for what arrives at the ranks of each."""
     num_boxes = len(scores)
     items = [(b, c) for c in range(num_classes) for b in range(num_boxes)]
@@ -133,8 +137,9 @@ def detection_loss(scores, labels, num_classes, *, lambda_val, margin, map_weigh
         loss, moved = 0.0, list(y)
         for i in range(len(group)):
             if relevance[i]:
-                loss += factor * (1 - ranks_plus[i] / ranks[i]) / num_relevant
-                moved[i] += lambda_val * len(group) * factor * ranks_plus[i] / ranks[i] ** 2 / num_relevant
+                value, slope, _ = item(ranks[i], ranks_plus[i])
+                loss += factor * value / num_relevant
+                moved[i] += lambda_val * len(group) * factor * slope / num_relevant
         losses.append(loss)
         for (b, c), before, after in zip(group, ranks, ranks_in_loss(moved, relevance), strict=True):
             grad[b][c] += (after - before) / (lambda_val * len(group))

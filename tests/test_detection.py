@@ -30,13 +30,16 @@ def total(parts):
         {"lambda_val": 2.0, "margin": 0.15},
         {"lambda_val": 6.0, "margin": 0.0},
         {"lambda_val": 20.0, "margin": 1.0, "map_weight": 1.0, "apc_weight": 3.0},
+        {"lambda_val": 2.0, "margin": 0.15, "precision_loss": "log"},
     ],
 )
 def test_the_loss_and_its_gradient_are_those_of_the_loops(seed, options):
+    options = dict(options)
     scores, labels = boxes(seed, ties=seed % 2 == 0)
     parts = DetectionLoss(memory=0, **options)(scores, labels)
     total(parts).backward()
-    of_map, of_apc, grad = oracles.detection_loss(scores.tolist(), labels.tolist(), NUM_CLASSES, **options)
+    item = oracles.log_precision_item if options.pop("precision_loss", "linear") == "log" else oracles.ap_item
+    of_map, of_apc, grad = oracles.detection_loss(scores.tolist(), labels.tolist(), NUM_CLASSES, item=item, **options)
     assert parts.map.item() == pytest.approx(of_map)
     assert parts.apc.item() == pytest.approx(of_apc)
     assert any(any(row) for row in grad)
@@ -132,7 +135,7 @@ def test_evaluation_and_no_grad_leave_the_memory_alone():
 
 def test_the_figures_are_of_the_batch_alone_without_margin():
     sklearn_metrics = pytest.importorskip("sklearn.metrics")
-    loss_fn = DetectionLoss(margin=5.0)
+    loss_fn = DetectionLoss(margin=5.0, precision_loss="log")
     for seed in range(2):
         scores, labels = boxes(seed, num=40)
         loss_fn(scores, labels)
@@ -181,6 +184,7 @@ def test_a_resumed_loss_goes_on_as_the_one_that_was_not_interrupted():
         ({"memory": -1}, "memory must be an integer >= 0, got -1"),
         ({"map_weight": 0, "apc_weight": 0}, "map_weight or apc_weight must be > 0"),
         ({"apc_weight": -1}, "apc_weight must be a finite number >= 0"),
+        ({"precision_loss": "square"}, "precision_loss must be one of 'linear', 'log', got 'square'"),
     ],
 )
 def test_errors_of_the_options(arguments, message):

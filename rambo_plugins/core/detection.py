@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rambo_plugins.core import checks
-from rambo_plugins.core.losses import average_precision_item_loss
+from rambo_plugins.core.losses import average_precision_item_loss, log_precision_item_loss
 from rambo_plugins.core.memory import ScoreMemory
-from rambo_plugins.core.ranking import RankStatistics, rank_loss
+from rambo_plugins.core.ranking import ItemLoss, RankStatistics, rank_loss
+
+_PRECISION_LOSSES: dict[str, ItemLoss] = {"linear": average_precision_item_loss, "log": log_precision_item_loss}
 
 
 def check_score_space(use_sigmoid: bool, score_space: str | None, test_temperature: float = 1.0) -> str:
@@ -45,9 +47,9 @@ class DetectionParts(NamedTuple):
     """The two summands of the unit loss, scalars, their shares inside: the loss is ``map + apc``."""
 
     map: Tensor
-    """s_map · (1 - mean AP of the classes present)."""
+    """s_map · (1 - mean AP of the classes present), or of the logarithms of the precisions."""
     apc: Tensor
-    """s_apc · (1 - AP over all classes)."""
+    """s_apc · (1 - AP over all classes), or of the logarithms of the precisions."""
 
 
 class DetectionLoss(nn.Module):
@@ -73,6 +75,9 @@ class DetectionLoss(nn.Module):
         memory_gather: rank the scores of all processes together, the current batch and the memory, instead of each
             process its own.
         map_weight, apc_weight: w_map, w_apc ≥ 0, not both 0; only their ratio matters.
+        precision_loss: the loss of the precision p at an object that both parts are the mean of: "linear", 1 - p, which
+            gives the average precisions; or "log", -log p, whose gradient in the rank is 1/p times as large. Where
+            precision is low, with many classes, few objects, a network from scratch, the linear loss is flat.
         rank_plus_grad: see ``rank_loss``.
 
     Raises:
@@ -99,6 +104,7 @@ class DetectionLoss(nn.Module):
         memory_gather: bool = False,
         map_weight: float = 2.0,
         apc_weight: float = 1.0,
+        precision_loss: str = "linear",
         rank_plus_grad: bool = False,
     ) -> None:
         super().__init__()
@@ -106,12 +112,14 @@ class DetectionLoss(nn.Module):
         checks.check_not_negative("margin", margin)
         checks.check_not_negative("map_weight", map_weight)
         checks.check_not_negative("apc_weight", apc_weight)
+        checks.check_choice("precision_loss", precision_loss, _PRECISION_LOSSES)
         if not map_weight + apc_weight:
             raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
         self.lambda_val = lambda_val
         self.margin = margin
         self.map_share = map_weight / (map_weight + apc_weight)
         self.apc_share = apc_weight / (map_weight + apc_weight)
+        self.precision_loss = precision_loss
         self.rank_plus_grad = rank_plus_grad
         self.memory = ScoreMemory(memory, warmup=memory_warmup, gather=memory_gather)
         self.statistics: dict[str, Tensor] = {}
@@ -139,9 +147,9 @@ class DetectionLoss(nn.Module):
                 kept = weights > 0
                 scores, labels = scores[kept], labels[kept]
             with torch.no_grad():
-                figures = self._rank(scores, labels, margin=0.0)
+                figures = self._rank(scores, labels, average_precision_item_loss, margin=0.0)
             scores, labels = self.memory.extend(scores, labels)
-            ranked = self._rank(scores, labels, margin=self.margin)
+            ranked = self._rank(scores, labels, _PRECISION_LOSSES[self.precision_loss], margin=self.margin)
         self.statistics = {
             "ap_map": (1 - figures[0]) * figures[1].num_relevant.any(),
             "ap_apc": (1 - figures[2]) * figures[1].num_relevant.any(),
@@ -149,15 +157,17 @@ class DetectionLoss(nn.Module):
         }
         return DetectionParts(self.map_share * ranked[0], self.apc_share * ranked[2])
 
-    def _rank(self, scores: Tensor, labels: Tensor, margin: float) -> tuple[Tensor, RankStatistics, Tensor]:
-        """1 - mean AP of the classes, its statistics, 1 - AP over all classes."""
+    def _rank(
+        self, scores: Tensor, labels: Tensor, item_loss: ItemLoss, margin: float
+    ) -> tuple[Tensor, RankStatistics, Tensor]:
+        """The loss of the mean of the classes, its statistics, the loss over all classes."""
         rows = scores.T.contiguous()
         relevance = labels == torch.arange(len(rows), device=labels.device)[:, None]
         (map_loss, statistics), (apc_loss, _) = (
             rank_loss(
                 items,
                 relevant,
-                average_precision_item_loss,
+                item_loss,
                 lambda_val=self.lambda_val * (share or 1.0),
                 margin=margin,
                 rank_plus_grad=self.rank_plus_grad,
@@ -170,7 +180,7 @@ class DetectionLoss(nn.Module):
         return map_loss, statistics, apc_loss
 
     def extra_repr(self) -> str:
-        names = ("lambda_val", "margin", "map_share", "apc_share", "rank_plus_grad")
+        names = ("lambda_val", "margin", "map_share", "apc_share", "precision_loss", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 

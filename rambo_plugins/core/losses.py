@@ -70,6 +70,11 @@ def average_precision_item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: T
     return 1 - rank_plus / rank
 
 
+def log_precision_item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: Tensor) -> Tensor:
+    """-log(rank⁺ / rank), of the precision at one relevant item: as 1 minus it near 1, but not flat near 0."""
+    return rank.log() - rank_plus.log()
+
+
 def recall_loss(
     scores: Tensor,
     relevance: Tensor,

@@ -31,6 +31,7 @@ def add_rambo_config(cfg: CfgNode) -> None:
     node.MEMORY_GATHER = False
     node.MAP_WEIGHT = 2.0
     node.APC_WEIGHT = 1.0
+    node.PRECISION_LOSS = "linear"
     node.RANK_PLUS_GRAD = False
     node.TEST_TEMPERATURE = 1.0
     node.AUX_CE_WEIGHT = 0.0

@@ -39,9 +39,9 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
 
     Args:
         input_shape: of the features.
-        lambda_val, margin, memory, memory_warmup, memory_gather, map_weight, apc_weight, rank_plus_grad: see
-            ``DetectionLoss``. The margin is in units of what is ranked: 0.15 is little among logits, much among
-            probabilities.
+        lambda_val, margin, memory, memory_warmup, memory_gather, map_weight, apc_weight, precision_loss,
+            rank_plus_grad: see ``DetectionLoss``. The margin is in units of what is ranked: 0.15 is little among
+            logits, much among probabilities.
         score_mode: see above.
         score_space: "logits" or "probabilities", what is ranked; default: logits with sigmoid, which allows both.
         test_temperature: T > 0, spreads the scores of detections when below 1, without a change of their order; needs
@@ -74,6 +74,7 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
         memory_gather: bool = False,
         map_weight: float = 2.0,
         apc_weight: float = 1.0,
+        precision_loss: str = "linear",
         score_mode: str = "sigmoid",
         score_space: str | None = None,
         rank_plus_grad: bool = False,
@@ -107,6 +108,7 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
             memory_gather=memory_gather,
             map_weight=map_weight,
             apc_weight=apc_weight,
+            precision_loss=precision_loss,
             rank_plus_grad=rank_plus_grad,
         )
         object.__setattr__(self, "rank_loss", loss_fn)  # not as a submodule, whose memory would be in the state dict

@@ -42,6 +42,7 @@ class RamboLoss(nn.Module):
         memory_warmup: batches that are kept before they are ranked.
         memory_gather: rank the scores of all processes together.
         map_weight, apc_weight: w_map : w_apc.
+        precision_loss: "linear", the average precisions, or "log", see ``DetectionLoss``.
         score_space: "logits" or "probabilities", what is ranked; default: logits with sigmoid, which allows both.
         rank_plus_grad: see ``core.rank_loss``.
         test_temperature: T > 0, spreads the scores of detections when below 1; needs sigmoid. It does not change the
@@ -74,6 +75,7 @@ class RamboLoss(nn.Module):
         memory_gather: bool = False,
         map_weight: float = 2.0,
         apc_weight: float = 1.0,
+        precision_loss: str = "linear",
         score_space: str | None = None,
         rank_plus_grad: bool = False,
         test_temperature: float = 1.0,
@@ -103,6 +105,7 @@ class RamboLoss(nn.Module):
             memory_gather=memory_gather,
             map_weight=map_weight,
             apc_weight=apc_weight,
+            precision_loss=precision_loss,
             rank_plus_grad=rank_plus_grad,
         )
         if aux_weight:
