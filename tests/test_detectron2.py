@@ -270,7 +270,9 @@ def test_the_defaults_are_those_of_the_core_and_of_the_config_node():
 @pytest.mark.parametrize("mode", ["sigmoid", "softmax"])
 def test_yaml_models_train_and_detect(kind, mode):
     model = build_model(config(kind, score_mode=mode, memory=2, lambda_val=20.0, margin=0.0))
-    assert len(predictors(model)) == (3 if kind == "cascade" else 1)
+    weights = [layers.box2box_transform.weights for layers in predictors(model)]
+    scales = (10.0, 20.0, 30.0) if kind == "cascade" else (10.0,)
+    assert weights == [(scale, scale, scale / 2, scale / 2) for scale in scales]
     losses, scalars = step(model)
     sum(losses.values()).backward()
     prefix = "stage0/" if kind == "cascade" else ""

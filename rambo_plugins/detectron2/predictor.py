@@ -129,8 +129,7 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
         proposed = [p.proposal_boxes.tensor for p in proposals]
         wanted = [(p.gt_boxes if p.has("gt_boxes") else p.proposal_boxes).tensor for p in proposals]
         boxes, gt_boxes = (cat(some) if some else deltas.new_zeros(0, 4) for some in (proposed, wanted))
-        with torch.autocast(logits.device.type, enabled=False):
-            parts = self._classification_losses(logits, gt_classes)
+        parts = self._classification_losses(logits, gt_classes)
         self._log(logits.detach(), gt_classes, parts)
         losses = {
             "loss_cls": sum(parts.values(), start=logits.new_zeros((), dtype=torch.float32)),
