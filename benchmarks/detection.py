@@ -161,7 +161,8 @@ def _mean_ap(runs: list[dict[str, Any]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toolkit", default="mmdet", choices=["mmdet", "detectron2"])
-    parser.add_argument("--data", default="glyphs", choices=["glyphs", "bccd"])
+    parser.add_argument("--data", default="glyphs", choices=["glyphs", "glyphs-unlabelled", "bccd"],
+                        help="-unlabelled: a quarter of the training letters lacks its box")  # fmt: skip
     parser.add_argument("--bccd", type=Path, help="the folder of BCCD: Annotations, ImageSets, JPEGImages")
     parser.add_argument("--variants", nargs="+", default=["ce", "rambo"], choices=list(VARIANTS), metavar="VARIANT",
                         help=", ".join(VARIANTS))  # fmt: skip
@@ -181,7 +182,8 @@ def main() -> None:
     if args.data == "bccd":
         data = detection_data.bccd(args.bccd.resolve(), args.out.resolve() / "data" / "bccd")
     else:
-        data = detection_data.glyph_scenes(args.out.resolve() / "data" / "glyphs", *args.pages)
+        unlabelled = 0.25 if args.data == "glyphs-unlabelled" else 0.0
+        data = detection_data.glyph_scenes(args.out.resolve() / "data" / args.data, *args.pages, args.data, unlabelled)
     for seed in args.seeds:
         for lr in args.lrs:
             for variant in args.variants:

@@ -36,12 +36,15 @@ class DetectionData:
     flip: bool
 
 
-def glyph_scenes(folder: Path, num_train: int = 480, num_test: int = 240) -> DetectionData:
-    """Draw the pages, unless they are there already."""
+def glyph_scenes(
+    folder: Path, num_train: int = 480, num_test: int = 240, name: str = "glyphs", unlabelled: float = 0.0
+) -> DetectionData:
+    """Draw the pages, unless they are there already; the share ``unlabelled`` of the training letters gets no box."""
     done = folder / "data.json"
     settings = {"version": VERSION, "num_train": num_train, "num_test": num_test}
+    settings |= {"unlabelled": unlabelled} if unlabelled else {}
     data = DetectionData(
-        "glyphs", list(CLASSES), str(folder), str(folder / "train.json"), str(folder / "test.json"), (PAGE, PAGE), False
+        name, list(CLASSES), str(folder), str(folder / "train.json"), str(folder / "test.json"), (PAGE, PAGE), False
     )
     if done.exists() and json.loads(done.read_text())["settings"] == settings:
         return data
@@ -51,10 +54,13 @@ def glyph_scenes(folder: Path, num_train: int = 480, num_test: int = 240) -> Det
         images, boxes = [], []
         for image_id in tqdm(range(num), f"drawing {split} pages", leave=False, disable=None):
             page, letters = draw_page(rng)
-            name = f"{split}{image_id:05d}.png"
-            page.save(folder / name)
-            images.append({"id": image_id, "file_name": name, "width": PAGE, "height": PAGE})
+            file_name = f"{split}{image_id:05d}.png"
+            page.save(folder / file_name)
+            images.append({"id": image_id, "file_name": file_name, "width": PAGE, "height": PAGE})
             boxes.extend((image_id, *letter) for letter in letters)
+        if split == "train" and unlabelled:
+            kept = np.random.default_rng(3).random(len(boxes)) >= unlabelled
+            boxes = [box for box, keep in zip(boxes, kept, strict=True) if keep]
         _write(folder / f"{split}.json", images, boxes, data.classes)
     done.write_text(json.dumps({"settings": settings, "data": asdict(data)}))
     return data

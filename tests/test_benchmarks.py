@@ -47,6 +47,23 @@ def test_detection(tmp_path, toolkit):
     assert json.loads((tmp_path / "results.json").read_text()) == results  # nothing was run again
 
 
+def test_unlabelled_letters_lack_their_boxes_in_training_alone(tmp_path):
+    import detection_data
+
+    whole = detection_data.glyph_scenes(tmp_path / "whole", 30, 10)
+    part = detection_data.glyph_scenes(tmp_path / "part", 30, 10, "glyphs-unlabelled", 0.25)
+    boxes = {
+        (data.name, split): [
+            tuple(a["bbox"]) for a in json.loads(Path(getattr(data, split)).read_text())["annotations"]
+        ]
+        for data in (whole, part)
+        for split in ("train", "test")
+    }
+    assert boxes["glyphs", "test"] == boxes["glyphs-unlabelled", "test"]
+    assert set(boxes["glyphs-unlabelled", "train"]) < set(boxes["glyphs", "train"])
+    assert 0.65 < len(boxes["glyphs-unlabelled", "train"]) / len(boxes["glyphs", "train"]) < 0.85
+
+
 def test_detection_data_of_voc_folders(tmp_path):
     """BCCD's layout: a box without area is left out, train and val become train."""
     import detection_data

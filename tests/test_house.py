@@ -113,6 +113,17 @@ def test_the_lines_on_speed_in_the_readme_are_the_results_that_are_committed():
     assert set(lines) <= set(speed["markdown"](points).splitlines())
 
 
+def test_the_lines_on_detection_in_the_readme_are_the_results_that_are_committed():
+    pytest.importorskip("pycocotools")
+    detection = runpy.run_path(str(ROOT / "benchmarks" / "detection.py"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "detection.json").read_text())
+    lines = re.findall(r"^\| (?:glyphs|bccd) \| .*", README, flags=re.MULTILINE)
+    assert len(lines) > 5
+    assert set(lines) <= set(detection["markdown"](results).splitlines())
+    step = json.loads((ROOT / "benchmarks" / "results" / "detection_step.json").read_text())
+    assert "{:.0f} ms of {:.1f} s".format(1000 * step["seconds"]["loss rambo"], step["seconds"]["step ce"]) in README
+
+
 def test_the_test_command_of_the_readme_is_what_ci_runs():
     assert "make test" in README
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
