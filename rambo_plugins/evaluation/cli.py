@@ -1,0 +1,99 @@
+"""``rambo-recall``: Recall@K of embeddings in files, from the command line.
+
+    rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
+    rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.npy --plot curve.png
+
+Without ``--gallery`` the queries search among themselves. Bad files and options end in one line on standard error and
+the exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from rambo_plugins.evaluation.files import read_embeddings, read_keys
+from rambo_plugins.evaluation.recall import LONE, recall_at_k
+from rambo_plugins.evaluation.result import RecallResult
+from rambo_plugins.evaluation.search import METRICS
+
+KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    try:
+        for path in (args.json, args.plot):
+            if path is not None:  # before the search, not after it
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        if args.plot is not None:
+            import matplotlib  # noqa: F401
+        result = recall_at_k(
+            read_embeddings(args.query),
+            gallery=None if args.gallery is None else read_embeddings(args.gallery),
+            **{name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None},
+            ks=args.ks,
+            metric=args.metric,
+            normalize=args.normalize,
+            lone=args.lone,
+            map_at_r=args.map_at_r,
+            progress=not args.quiet,
+        )
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"rambo-recall: error: {error}", file=sys.stderr)
+        return 2
+    print(result)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    if args.plot is not None:
+        draw(result, args.lone, args.plot)
+    return 0
+
+
+def draw(result: RecallResult, lone: str, path: Path) -> None:
+    """Recall@K for each K up to the largest, with the 95 % interval of the mean over the queries."""
+    from matplotlib.figure import Figure
+
+    averaged = result.num_queries - (result.num_lone if lone == "exclude" else 0)
+    cutoffs = np.arange(1, result.ks[-1] + 1)
+    hits = np.bincount(result.first_rank[result.first_rank > 0], minlength=len(cutoffs) + 1)[1:].cumsum()
+    share = hits / max(averaged, 1)
+    half = 1.96 * np.sqrt(share * (1 - share) / max(averaged, 1))
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(cutoffs, 100 * (share - half), 100 * (share + half), alpha=0.25, linewidth=0)
+    axes.plot(cutoffs, 100 * share)
+    marked = [k for k in result.ks if k <= len(cutoffs)]
+    axes.plot(marked, [100 * result.recall[k] for k in marked], "o")
+    axes.set(xscale="log", xlabel="K", ylabel="Recall@K in %", title=f"{averaged:,} queries, 95 % interval")
+    figure.savefig(path, dpi=120)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="rambo-recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--query", required=True, help="embeddings: .npy, .npz, .fvecs, .bvecs, .ivecs or .parquet")
+    parser.add_argument("--query-labels", required=True, help="labels: .npy, .npz, .ivecs, .parquet, or .txt of lines")
+    parser.add_argument("--gallery", help="embeddings to search in; default: the queries themselves")
+    parser.add_argument("--gallery-labels")
+    parser.add_argument("--query-ids", help="with --gallery-ids: an item of the query's id is the query, and left out")
+    parser.add_argument("--gallery-ids")
+    parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], metavar="K")
+    parser.add_argument("--metric", choices=list(METRICS), default="inner_product")
+    parser.add_argument("--normalize", action="store_true", help="bring all embeddings to length 1 first")
+    parser.add_argument("--lone", choices=LONE, default="exclude", help="queries without a relevant item")
+    parser.add_argument("--map-at-r", action="store_true", help="compute MAP@R too")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw the curve over K to this file")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

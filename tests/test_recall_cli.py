@@ -1,0 +1,170 @@
+"""The files that the evaluation reads, and ``rambo-recall``: its figures, its outputs, its errors."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+
+from rambo_plugins.evaluation import recall_at_k
+from rambo_plugins.evaluation.cli import main
+from rambo_plugins.evaluation.files import read_embeddings, read_keys
+
+
+def write_vecs(path, values):
+    with path.open("wb") as file:
+        for row in values:
+            file.write(np.int32(len(row)).tobytes() + row.tobytes())
+    return path
+
+
+def data(num=60, dim=5, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(num, dim)).astype(np.float32), rng.integers(0, 6, num)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_come_back_from_each_kind_of_file(tmp_path):
+    values, _ = data()
+    np.save(tmp_path / "a.npy", values)
+    np.savez(tmp_path / "a.npz", values)
+    np.testing.assert_array_equal(read_embeddings(tmp_path / "a.npy"), values)
+    assert isinstance(read_embeddings(tmp_path / "a.npy"), np.memmap)
+    np.testing.assert_array_equal(read_embeddings(tmp_path / "a.npz"), values)
+    for suffix, kind in ((".fvecs", np.float32), (".bvecs", np.uint8), (".ivecs", np.int32)):
+        expected = (10 * np.abs(values)).astype(kind)
+        found = read_embeddings(write_vecs(tmp_path / f"a{suffix}", expected))
+        assert found.dtype == kind
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_keys_come_back_from_each_kind_of_file(tmp_path):
+    labels = np.array([3, 2**60, -5])
+    np.save(tmp_path / "a.npy", labels)
+    (tmp_path / "a.txt").write_text("3\n1152921504606846976\n-5\n")
+    for name in ("a.npy", "a.txt"):
+        np.testing.assert_array_equal(read_keys(tmp_path / name), labels)
+    small = np.array([[4], [7]], dtype=np.int32)
+    np.testing.assert_array_equal(read_keys(write_vecs(tmp_path / "a.ivecs", small)), [4, 7])
+    (tmp_path / "b.txt").write_text("cat\n7\nhéron\n", encoding="utf-8")
+    assert read_keys(tmp_path / "b.txt").tolist() == ["cat", "7", "héron"]
+
+
+def test_parquet(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values, labels = data()
+    columns = {f"x{k}": values[:, k] for k in range(values.shape[1])}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "columns.parquet")
+    parquet.write_table(pyarrow.table({"x": list(values)}), tmp_path / "lists.parquet")
+    parquet.write_table(pyarrow.table({"label": labels}), tmp_path / "labels.parquet")
+    for name in ("columns", "lists"):
+        np.testing.assert_array_equal(read_embeddings(tmp_path / f"{name}.parquet"), values)
+    np.testing.assert_array_equal(read_keys(tmp_path / "labels.parquet"), labels)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    values, labels = data()
+    np.save(tmp_path / "q.npy", values)
+    np.save(tmp_path / "ql.npy", labels)
+    return {"--query": tmp_path / "q.npy", "--query-labels": tmp_path / "ql.npy"}
+
+
+def run(options, *more):
+    return main([*(str(word) for pair in options.items() for word in pair), *map(str, more), "--quiet"])
+
+
+def test_the_figures_are_those_of_the_function(files, tmp_path, capsys):
+    values, labels = data()
+    outputs = ("--json", tmp_path / "new" / "a.json", "--plot", tmp_path / "a.png")
+    assert run(files, "--ks", 1, 5, 20, "--normalize", "--map-at-r", *outputs) == 0
+    expected = recall_at_k(values, labels, ks=(1, 5, 20), normalize=True, map_at_r=True)
+    written = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert {k: v for k, v in written.items() if k != "seconds"} == {
+        k: v for k, v in expected.to_dict().items() if k != "seconds"
+    }
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    assert f"R@1 {100 * expected.recall[1]:.2f}" in capsys.readouterr().out
+
+
+def test_a_gallery_and_ids(files, tmp_path):
+    values, labels = data()
+    other, _ = data(num=20, seed=1)
+    gallery, gallery_labels = np.concatenate([values, other]), np.concatenate([labels, np.arange(20) % 6])
+    write_vecs(tmp_path / "g.fvecs", gallery)
+    (tmp_path / "gl.txt").write_text("".join(f"{label}\n" for label in gallery_labels))
+    np.save(tmp_path / "ids.npy", np.arange(80))
+    np.save(tmp_path / "qids.npy", np.arange(60))
+    options = files | {"--gallery": tmp_path / "g.fvecs", "--gallery-labels": tmp_path / "gl.txt"}
+    options |= {"--query-ids": tmp_path / "qids.npy", "--gallery-ids": tmp_path / "ids.npy"}
+    assert run(options, "--ks", 1, 3, "--lone", "miss", "--metric", "l2", "--json", tmp_path / "a.json") == 0
+    expected = recall_at_k(
+        values, labels, gallery, gallery_labels, ks=(1, 3), query_ids=np.arange(60), gallery_ids=np.arange(80),
+        metric="l2", lone="miss",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "a.json").read_text())["recall"] == expected.to_dict()["recall"]
+
+
+def garbage(tmp_path):
+    """What is passed beside the good files, and what the one line on it must say."""
+    values, labels = data()
+    whole = (tmp_path / "q.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:-8])
+    (tmp_path / "head.npy").write_bytes(whole[:20])
+    (tmp_path / "cut.fvecs").write_bytes(write_vecs(tmp_path / "a.fvecs", values).read_bytes()[:-3])
+    (tmp_path / "mixed.fvecs").write_bytes(np.array([1, 7, 2, 7], dtype=np.int32).tobytes())
+    (tmp_path / "empty.fvecs").write_bytes(b"")
+    (tmp_path / "a.npz").write_bytes(b"no zip file")
+    np.savez(tmp_path / "two.npz", values, values)
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
+    np.save(tmp_path / "objects.npy", np.array([{}, 1], dtype=object))
+    np.save(tmp_path / "short.npy", labels[:-1])
+    np.save(tmp_path / "nan.npy", np.where(np.arange(len(values))[:, None] == 7, np.nan, values))
+    np.save(tmp_path / "none.npy", values[:0])
+    np.save(tmp_path / "fractions.npy", labels / 2)
+    gallery = {"--gallery-labels": tmp_path / "ql.npy"}
+    return [
+        ({"--query": tmp_path / "cut.npy"}, "cut.npy: not a readable .npy file"),
+        ({"--query": tmp_path / "head.npy"}, "head.npy: not a readable .npy file"),
+        ({"--query": tmp_path / "cut.fvecs"}, "are no whole number of rows of 24 bytes, 5 values each"),
+        ({"--query": tmp_path / "mixed.fvecs"}, "row 1 says that it has 2 values, row 0 that it has 1"),
+        ({"--query": tmp_path / "empty.fvecs"}, "0 bytes, expected at least"),
+        ({"--query": tmp_path / "a.npz"}, "a.npz: not a readable .npz file"),
+        ({"--query": tmp_path / "two.npz"}, "expected one array, got 2: arr_0, arr_1"),
+        ({"--query": tmp_path / "words.npy"}, "query: expected real numbers, got dtype"),
+        ({"--query": tmp_path / "objects.npy"}, "objects.npy: not a readable .npy file"),
+        ({"--query": tmp_path / "nan.npy"}, "1 of 60 rows have NaN or inf as float32, the first at [7]"),
+        ({"--query": tmp_path / "q.csv"}, "q.csv: expected a file of the kind .npy, .npz"),
+        ({"--query": tmp_path / "missing.npy"}, "missing.npy"),
+        ({"--query-labels": tmp_path / "short.npy"}, "one entry for each of the 60 embeddings, got 59"),
+        ({"--query-labels": tmp_path / "fractions.npy"}, "query_labels: expected integers or strings, got dtype"),
+        ({"--gallery": tmp_path / "none.npy", **gallery}, "gallery: expected at least one embedding"),
+        ({"--gallery": tmp_path / "q.npy"}, "gallery: expected gallery_labels with it"),
+        ({"--json": tmp_path / "q.npy" / "a.json"}, "q.npy"),
+        ({"--ks": 0}, "ks: expected one or more positive integers"),
+    ]  # fmt: skip
+
+
+def test_garbage_gives_one_line_and_exit_code_2(files, tmp_path, capsys):
+    for options, message in garbage(tmp_path):
+        assert run(files | options) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("rambo-recall: error: ")
+        assert error.count("\n") == 1, error
+        assert message in error
+
+
+def test_the_command_runs_as_a_module(files):
+    command = [sys.executable, "-m", "rambo_plugins.evaluation.cli", *(str(w) for pair in files.items() for w in pair)]
+    done = subprocess.run([*command, "--ks", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("R@1 ")
+    assert "recall: 100%" in done.stderr  # the progress bar
