@@ -1,6 +1,7 @@
 """The files that the evaluation reads, and ``rambo-recall``: its figures, its outputs, its errors."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -164,7 +165,8 @@ def test_garbage_gives_one_line_and_exit_code_2(files, tmp_path, capsys):
 
 def test_the_command_runs_as_a_module(files):
     command = [sys.executable, "-m", "rambo_plugins.evaluation.cli", *(str(w) for pair in files.items() for w in pair)]
-    done = subprocess.run([*command, "--ks", "1"], capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    done = subprocess.run([*command, "--ks", "1"], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("R@1 ")
     assert "recall: 100%" in done.stderr  # the progress bar
