@@ -5,7 +5,6 @@ import json
 import logging
 import sys
 
-import faiss
 import numpy as np
 import pytest
 import torch
@@ -13,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rambo_plugins.evaluation import RecallCalculator, RecallResult, recall_at_k
+from rambo_plugins.evaluation import counting as counting_module
 from rambo_plugins.evaluation import recall as recall_module
-from rambo_plugins.evaluation import search as search_module
 
 
 def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner_product", lone="exclude"):
     """The definitions, in loops over float64. ``same(q, g)``: gallery item g is query q itself."""
-    ranks, optimistic_ranks, precisions, lone_queries = [], [], [], []
+    ranks, optimistic_ranks, average_precisions, precisions, lone_queries = [], [], [], [], []
     for q in range(len(query)):
         others = [g for g in range(len(gallery)) if not same(q, g)]
         score = {}
@@ -32,17 +31,20 @@ def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner
             lone_queries.append(q)
             ranks.append(float("inf"))
             optimistic_ranks.append(float("inf"))
+            average_precisions.append(0.0)
             precisions.append(0.0)
             continue
         best = max(score[g] for g in relevant)
         ranks.append(1 + sum(score[g] >= best for g in irrelevant))
         optimistic_ranks.append(1 + sum(score[g] > best for g in irrelevant))
-        total = 0.0
+        total, hits = 0.0, 0
         for plus, g in enumerate(sorted(relevant, key=lambda g: -score[g]), start=1):
             rank = plus + sum(score[h] >= score[g] for h in irrelevant)
             if rank <= len(relevant):
                 total += plus / rank
-        precisions.append(total / len(relevant))
+                hits += 1
+        average_precisions.append(total / len(relevant))
+        precisions.append(hits / len(relevant))
     kept = [q for q in range(len(query)) if lone == "miss" or q not in lone_queries]
 
     def mean(values):
@@ -54,7 +56,8 @@ def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner
     return {
         "recall": {k: mean([rank <= k for rank in ranks]) for k in sorted(ks)},
         "recall_optimistic": {k: mean([rank <= k for rank in optimistic_ranks]) for k in sorted(ks)},
-        "map_at_r": mean(precisions),
+        "map_at_r": mean(average_precisions),
+        "r_precision": mean(precisions),
         "first_rank": [seen(rank) for rank in ranks],
         "lone_queries": lone_queries,
         "num_tied": sum(seen(a) != seen(b) for a, b in zip(ranks, optimistic_ranks, strict=True)),
@@ -68,8 +71,10 @@ def check(result, expected, map_at_r=True):
         assert list(figures.values()) == pytest.approx(list(expected[name].values()), nan_ok=True), name
     if map_at_r:
         assert result.map_at_r == pytest.approx(expected["map_at_r"], nan_ok=True)
+        assert result.r_precision == pytest.approx(expected["r_precision"], nan_ok=True)
     else:
         assert result.map_at_r is None
+        assert result.r_precision is None
     assert result.first_rank.tolist() == expected["first_rank"]
     assert result.lone_queries.tolist() == expected["lone_queries"]
     assert result.num_tied == expected["num_tied"]
@@ -77,17 +82,16 @@ def check(result, expected, map_at_r=True):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Small blocks and the shortest first lists; notes (queries, k, pairwise) of every faiss search."""
+    """The shortest first lists; notes (queries, k) of every faiss search."""
     calls = []
-    nearest = search_module._nearest
-    monkeypatch.setattr(search_module, "BLOCK_BYTES", 1)
+    nearest = recall_module.nearest
     monkeypatch.setattr(recall_module, "SPARE", 0)
 
-    def noted(index, query, k, pairwise):
-        calls.append((len(query), k, pairwise))
-        return nearest(index, query, k, pairwise)
+    def noted(query, own, blocks, k, *rest):
+        calls.append((len(query), k))
+        return nearest(query, own, blocks, k, *rest)
 
-    monkeypatch.setattr(search_module, "_nearest", noted)
+    monkeypatch.setattr(recall_module, "nearest", noted)
     return calls
 
 
@@ -103,41 +107,50 @@ def small_integers(draw):
     ks = draw(st.sets(st.integers(1, 40), min_size=1, max_size=3))
     metric, lone = draw(st.sampled_from(["inner_product", "l2"])), draw(st.sampled_from(["exclude", "miss"]))
     options = {"ks": ks, "metric": metric, "lone": lone}
-    return rng, rows, labels, options
+    map_at_r = draw(st.booleans())
+    how = {"map_at_r": map_at_r, "method": "search" if map_at_r else draw(st.sampled_from(["count", "search"]))}
+    return rng, rows, labels, options, how
 
 
-@pytest.mark.parametrize("short", [True, False], ids=["short lists", "default"])
-@settings(max_examples=150, deadline=None)
-@given(case=small_integers(), map_at_r=st.booleans())
-def test_queries_among_themselves(short, case, map_at_r):
-    _, (_, rows), (_, labels), options = case
+def small_blocks(patch, rng):
+    """Parts of a few queries, blocks of a few items, short lists, matrix products for small classes too."""
+    plan = recall_module._Plan(*(int(size) for size in rng.integers(1, 6, 3)))
+    patch.setattr(recall_module, "_plan", lambda *arguments: plan)
+    patch.setattr(recall_module, "SPARE", 0)
+    patch.setattr(counting_module, "PAIRS", 4)
+    patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["small blocks", "default"])
+@settings(max_examples=250, deadline=None)
+@given(case=small_integers())
+def test_queries_among_themselves(short, case):
+    rng, (_, rows), (_, labels), options, how = case
     expected = oracle(rows, labels, rows, labels, same=lambda q, g: q == g, **options)
     with pytest.MonkeyPatch.context() as patch:
         if short:
-            patch.setattr(search_module, "BLOCK_BYTES", 5000)
-            patch.setattr(recall_module, "SPARE", 0)
-        check(recall_at_k(rows, labels, map_at_r=map_at_r, **options), expected, map_at_r)
+            small_blocks(patch, rng)
+        check(recall_at_k(rows, labels, **how, **options), expected, how["map_at_r"])
 
 
-@pytest.mark.parametrize("short", [True, False], ids=["short lists", "default"])
-@settings(max_examples=100, deadline=None)
-@given(case=small_integers(), map_at_r=st.booleans())
-def test_separate_gallery(short, case, map_at_r):
-    _, (query, gallery), (query_labels, gallery_labels), options = case
+@pytest.mark.parametrize("short", [True, False], ids=["small blocks", "default"])
+@settings(max_examples=250, deadline=None)
+@given(case=small_integers())
+def test_separate_gallery(short, case):
+    rng, (query, gallery), (query_labels, gallery_labels), options, how = case
     expected = oracle(query, query_labels, gallery, gallery_labels, same=lambda q, g: False, **options)
     with pytest.MonkeyPatch.context() as patch:
         if short:
-            patch.setattr(search_module, "BLOCK_BYTES", 5000)
-            patch.setattr(recall_module, "SPARE", 0)
-        result = recall_at_k(query, query_labels, gallery, gallery_labels, map_at_r=map_at_r, **options)
-    check(result, expected, map_at_r)
+            small_blocks(patch, rng)
+        result = recall_at_k(query, query_labels, gallery, gallery_labels, **how, **options)
+    check(result, expected, how["map_at_r"])
 
 
 @pytest.mark.parametrize("strings", [True, False], ids=["string ids", "integer ids"])
 @settings(max_examples=150, deadline=None)
-@given(case=small_integers(), map_at_r=st.booleans())
-def test_a_query_is_left_out_by_its_id_wherever_it_is(strings, case, map_at_r):
-    rng, (query, gallery), (query_labels, gallery_labels), options = case
+@given(case=small_integers())
+def test_a_query_is_left_out_by_its_id_wherever_it_is(strings, case):
+    rng, (query, gallery), (query_labels, gallery_labels), options, how = case
     gallery_ids = rng.permutation(10**12 + np.arange(len(gallery)))
     query_ids = 10**12 + rng.integers(0, len(gallery) + 4, len(query))  # some repeat, some are not in the gallery
     expected = oracle(
@@ -152,10 +165,10 @@ def test_a_query_is_left_out_by_its_id_wherever_it_is(strings, case, map_at_r):
         gallery_labels,
         query_ids=query_ids,
         gallery_ids=gallery_ids,
-        map_at_r=map_at_r,
+        **how,
         **options,
     )
-    check(result, expected, map_at_r)
+    check(result, expected, how["map_at_r"])
 
 
 def test_exact_duplicates_do_not_let_a_query_find_itself():
@@ -219,18 +232,15 @@ def test_short_lists_grow_until_the_tie_is_resolved(searches):
         recall_at_k(rows, labels, ks=(3,), map_at_r=True),
         oracle(rows, labels, rows, labels, (3,), same=lambda q, g: q == g),
     )
-    assert {size for size, _, _ in searches} == {1}
-    assert sorted({k for _, k, _ in searches}) == [4, 13, 49, 50]
-    assert {pairwise for _, k, pairwise in searches if k > 4} == {True}
+    assert [k for _, k in searches] == [3, 3, 12, 48, 50]
 
 
 def test_without_ties_each_query_is_searched_once(searches, monkeypatch):
     monkeypatch.setattr(recall_module, "SPARE", 1)
     rows = np.random.default_rng(3).standard_normal((200, 16))
     recall_at_k(rows, np.arange(200) // 4, ks=(1, 10), map_at_r=True)
-    pairwise = [pairwise for _, _, pairwise in searches]
-    assert pairwise.count(False) == 200
-    assert pairwise.count(True) <= 5  # two scores closer than rounding, by chance
+    assert searches[0] == (200, 11)
+    assert sum(size for size, _ in searches[1:]) <= 5  # two scores closer than rounding, by chance
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "l2"])
@@ -240,30 +250,36 @@ def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
     rng = np.random.default_rng(seed)
     rows, labels = rng.integers(-2, 3, (40, 4)), rng.integers(0, 8, 40)
     largest = np.linalg.norm(rows, axis=1).max()
-    nearest = search_module._nearest
+    nearest = recall_module.nearest
 
-    def rounded(index, query, k, pairwise):
-        scores, found = nearest(index, query, k, pairwise)
-        if not pairwise:
-            size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(np.float32).eps
-            scores += (size * rng.uniform(-3, 3, scores.shape)).astype(np.float32)
-            order = np.argsort(scores if metric == "l2" else -scores, axis=1)
-            scores, found = np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1)
-        return scores, found
+    def rounded(query, *rest):
+        scores, found, longest = nearest(query, *rest)
+        size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(np.float32).eps
+        scores = scores + (size * rng.uniform(-3, 3, scores.shape)).astype(np.float32)
+        order = np.argsort(-scores, axis=1)
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
 
-    monkeypatch.setattr(search_module, "_nearest", rounded)
+    monkeypatch.setattr(recall_module, "nearest", rounded)
     expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
     check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric, map_at_r=True), expected)
 
 
-def test_the_threshold_of_faiss_is_restored():
-    before = faiss.cvar.distance_compute_blas_threshold
-    try:
-        faiss.cvar.distance_compute_blas_threshold = 37
-        recall_at_k(np.ones((9, 2)), np.arange(9) // 3, ks=(1,))
-        assert faiss.cvar.distance_compute_blas_threshold == 37
-    finally:
-        faiss.cvar.distance_compute_blas_threshold = before
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch):
+    rng = np.random.default_rng(seed)
+    rows, labels = rng.integers(-2, 3, (40, 4)), rng.integers(0, 8, 40)
+    product = counting_module._product
+
+    def rounded(query, items, out=None):
+        scores = product(query, items, out=out)
+        off = torch.from_numpy(rng.uniform(-3, 3, scores.shape).astype(np.float32)) * 2**-23
+        return scores.add_(off * query.norm(dim=1, keepdim=True) * items[0].norm(dim=0))
+
+    monkeypatch.setattr(counting_module, "_product", rounded)
+    monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 4)
+    expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
+    check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric), expected, map_at_r=False)
 
 
 def test_labels_beyond_float32_stay_apart():
@@ -343,9 +359,9 @@ def test_the_result_reads_and_serialises():
     assert result.first_rank.dtype == result.lone_queries.dtype == np.int64
 
 
-def test_progress_shows_every_query(capsys):
+def test_progress_shows_every_pair(capsys):
     recall_at_k(np.ones((12, 2)), np.arange(12) // 3, ks=(1,), progress=True)
-    assert "12/12" in capsys.readouterr().err
+    assert "144/144" in capsys.readouterr().err
 
 
 GOOD = {"query": np.eye(3), "query_labels": [0, 0, 1]}
@@ -369,7 +385,7 @@ GALLERY = {"gallery": np.eye(3), "gallery_labels": [0, 0, 1]}
             "ov",
         ),
         ({"query_labels": [0, 1]}, ValueError, "query_labels: expected one entry for each of the 3 embeddings, got 2"),
-        ({"query_labels": [[0], [0], [1]]}, ValueError, r"query_labels: expected shape \(3,\), got shape \(3, 1\)"),
+        ({"query_labels": [[0], [0], [1]]}, ValueError, r"query_labels: expected shape \(N,\), got shape \(3, 1\)"),
         ({"query_labels": [0.0, 0.0, 1.0]}, TypeError, "query_labels: expected integers or strings, got dtype float64"),
         ({"query_labels": torch.zeros(3)}, TypeError, "query_labels: expected integers or strings, got dtype torch.fl"),
         ({"query_labels": np.full(3, 2**64 - 1, np.uint64)}, ValueError, "expected integers that fit int64"),

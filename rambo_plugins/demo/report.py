@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from rambo_plugins.demo.data import ImageClasses
 from rambo_plugins.demo.train import KS, METRICS, Run
 from rambo_plugins.evaluation import RecallCalculator
-from rambo_plugins.evaluation.search import flat_index, search
+from rambo_plugins.evaluation.search import nearest
 
 TITLES = dict(zip(METRICS, ("R@1", "R@2", "R@4", "R@8", "MAP@R"), strict=True))
 RIGHT, WRONG = "#1a9641", "#d7191c"
@@ -85,15 +85,14 @@ def draw_neighbours(run: Run, path: Path, rows: int = 8, columns: int = 2, neigh
     generator = np.random.default_rng(run.seed)
     classes = np.resize(generator.permutation(len(data.class_names)), rows * columns)
     queries = np.array([generator.choice(np.flatnonzero(data.labels.numpy() == label)) for label in classes])
-    index = flat_index(embeddings, "inner_product")
-    ((_, _, nearest),) = search(index, embeddings[queries], neighbours, queries)
+    _, neighbour_rows, _ = nearest(embeddings[queries], queries, [(0, embeddings)], neighbours, "inner_product")
 
     figure = Figure(figsize=(columns * (neighbours + 1.6) * 0.62, rows * 0.66), layout="constrained")
     ratios = ([1.0] * (neighbours + 1) + [0.35]) * columns
     grid = figure.subplots(rows, len(ratios), gridspec_kw={"width_ratios": ratios})
     for axes in grid.flat:
         axes.axis("off")
-    for place, (query, found) in enumerate(zip(queries, nearest, strict=True)):
+    for place, (query, found) in enumerate(zip(queries, neighbour_rows, strict=True)):
         row, first = place % rows, place // rows * (neighbours + 2)
         _draw_image(grid[row, first], data, query, None)
         for column, item in enumerate(found):

@@ -1,13 +1,15 @@
 """``recall_at_k`` in the place of pytorch-metric-learning's AccuracyCalculator, for its testers and their hooks."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from rambo_plugins.evaluation.inputs import ArrayLike, as_embeddings, as_keys, check_choice, check_ks
+from rambo_plugins.evaluation.counting import METRICS
+from rambo_plugins.evaluation.embeddings import as_embeddings
+from rambo_plugins.evaluation.inputs import ArrayLike, as_keys, check_choice, check_ks
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult
-from rambo_plugins.evaluation.search import METRICS
 
 
 class RecallCalculator:
@@ -74,7 +76,7 @@ class RecallCalculator:
                 ``recall_at_k``.
         """
         names = self._select(tuple(include), tuple(exclude))
-        ids: dict[str, ArrayLike] = {}
+        ids: dict[str, Any] = {}
         if reference is not None and ref_includes_query:
             query, reference = as_embeddings(query, "query"), as_embeddings(reference, "reference")
             query_labels = as_keys(query_labels, "query_labels", len(query))

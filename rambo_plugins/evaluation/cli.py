@@ -13,13 +13,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rambo_plugins.evaluation.counting import METRICS
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult
-from rambo_plugins.evaluation.search import METRICS
 
 KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
 
@@ -33,10 +34,11 @@ def main(argv: list[str] | None = None) -> int:
                 path.touch()
         if args.plot is not None:
             import matplotlib  # noqa: F401
+        keys: dict[str, Any] = {name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None}
         result = recall_at_k(
             read_embeddings(args.query),
             gallery=None if args.gallery is None else read_embeddings(args.gallery),
-            **{name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None},
+            **keys,
             ks=args.ks,
             metric=args.metric,
             normalize=args.normalize,

@@ -1,4 +1,4 @@
-"""What the evaluation accepts: embeddings and labels as arrays or tensors, checked and brought to one form."""
+"""Labels, ids and options of an evaluation, checked and brought to one form; embeddings are in ``embeddings``."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -9,55 +9,22 @@ import torch
 ArrayLike: TypeAlias = np.ndarray | torch.Tensor | Sequence[Any]
 
 
-def as_embeddings(values: ArrayLike, name: str, normalize: bool = False) -> np.ndarray:
-    """``values`` (N, D), any real dtype and device, as finite, contiguous float32; rows of unit length on demand.
-
-    Rows of zeros have no direction and stay zero. The caller's array is never written to.
-    """
-    if isinstance(values, torch.Tensor):
-        array = values.detach().to("cpu", torch.float32).numpy()
-    else:
-        array = np.asarray(values)
-        if array.dtype.kind not in "fiu":
-            raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}")
-        with np.errstate(over="ignore"):  # reported below, with the rows
-            array = np.ascontiguousarray(array, dtype=np.float32)
-    if array.ndim != 2:
-        raise ValueError(f"{name}: expected embeddings of shape (N, D), got shape {tuple(array.shape)}")
-    if 0 in array.shape:
-        raise ValueError(f"{name}: expected at least one embedding and one dimension, got shape {tuple(array.shape)}")
-    bad = np.flatnonzero(~np.isfinite(array).all(axis=1))
-    if len(bad):
-        raise ValueError(
-            f"{name}: {len(bad)} of {len(array)} rows have NaN or inf as float32, the first at {bad[:5].tolist()}"
-        )
-    if normalize:
-        length = lengths(array)
-        array = (array / np.where(length > 0, length, 1)[:, None]).astype(np.float32)
-    return np.ascontiguousarray(array)
-
-
-def lengths(rows: np.ndarray) -> np.ndarray:
-    """The Euclidean length of each row, (N,) float64."""
-    return np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
-
-
-def as_keys(values: ArrayLike, name: str, length: int) -> np.ndarray:
-    """``values`` (N,), labels or ids, as an int64 or a string array of ``length`` entries; never by way of floats."""
+def as_keys(values: ArrayLike, name: str, length: int | None = None) -> np.ndarray:
+    """``values`` (N,), labels or ids, as int64 or strings; never by way of floats. ``length``: N, if known."""
     if isinstance(values, torch.Tensor):
         if values.is_floating_point() or values.is_complex():
             raise TypeError(f"{name}: expected integers or strings, got dtype {values.dtype}")
         values = values.detach().cpu().numpy()
     array = np.asarray(values)
     if array.ndim != 1:
-        raise ValueError(f"{name}: expected shape ({length},), got shape {tuple(array.shape)}")
-    if len(array) != length:
+        raise ValueError(f"{name}: expected shape ({'N' if length is None else length},), got shape {array.shape}")
+    if length is not None and len(array) != length:
         raise ValueError(f"{name}: expected one entry for each of the {length} embeddings, got {len(array)}")
     if array.dtype.kind == "U" or (array.dtype == object and all(isinstance(value, str) for value in array)):
         return array.astype(str)
-    if array.dtype.kind not in "iub":
+    if array.dtype.kind not in "iub" and len(array):  # an empty list has numpy's default dtype
         raise TypeError(f"{name}: expected integers or strings, got dtype {array.dtype}")
-    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+    if array.dtype == np.uint64 and len(array) and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: expected integers that fit int64, got {array.max()}")
     return array.astype(np.int64)
 

@@ -1,37 +1,49 @@
 """Recall@K and MAP@R of embeddings, exact at every K, with ties broken against the relevant item."""
 
+from __future__ import annotations
+
 import logging
 import math
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from rambo_plugins.evaluation.counting import METRICS, Queries, best_relevant, count_above, rounding
+from rambo_plugins.evaluation.embeddings import Embeddings, lengths
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
-    as_embeddings,
     as_keys,
     check_choice,
     check_ks,
     find_own_rows,
     joint_codes,
 )
-from rambo_plugins.evaluation.result import RecallResult
-from rambo_plugins.evaluation.search import BACKEND, METRICS, flat_index, rounding, search
-from rambo_plugins.evaluation.ties import average_precision_at_r, certain, first_ranks
+from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.search import exactly, nearest
+from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
+from rambo_plugins.evaluation.work import WorkFolder, digest
 
 LONE = ("exclude", "miss")
+METHODS = ("auto", "count", "search")
+MEMORY = 512 * 2**20  # bytes, unless max_memory says otherwise
+PART = 4 * 10**12  # floating point operations of one part, which a work folder keeps; half a minute on two cores
 SPARE = 8  # neighbours beyond the last that counts, so that a tie there is seen to end
 GROWTH = 4  # of the lists of queries that a search leaves open; at least 2, which settles MAP@R
+_BYTES_PER_NEIGHBOUR = 80
 
 logger = logging.getLogger("rambo_plugins")
 
 
 def recall_at_k(
-    query: ArrayLike,
+    query: ArrayLike | Iterable[ArrayLike],
     query_labels: ArrayLike,
-    gallery: ArrayLike | None = None,
+    gallery: ArrayLike | Iterable[ArrayLike] | None = None,
     gallery_labels: ArrayLike | None = None,
     ks: Iterable[int] = (1, 10, 100, 1000),
     *,
@@ -41,6 +53,12 @@ def recall_at_k(
     normalize: bool = False,
     lone: str = "exclude",
     map_at_r: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+    method: str = "auto",
+    max_memory: int | str | None = None,
+    device: str | torch.device | Sequence[str | torch.device] | None = None,
+    work: str | Path | None = None,
     progress: bool = False,
 ) -> RecallResult:
     """Share of queries with an item of their label among their K nearest, for several K in one search.
@@ -49,13 +67,15 @@ def recall_at_k(
     relevant item (Jégou et al., TPAMI 2011, as used by Oh Song et al., CVPR 2016). An irrelevant item of the same score
     counts as nearer: embeddings that are all alike score 0. MAP@R = mean over queries of
     (1/R) Σ rank⁺_i / rank_i over the relevant items with rank_i ≤ R, the number of relevant items (Musgrave et al.,
-    ECCV 2020), rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i. Scores are taken in float32, each pair's by itself where
-    rounding could decide, so identical items tie. The query itself is never its own neighbour.
+    ECCV 2020), rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i; R-precision is the share of them with rank_i ≤ R. Scores are
+    those of the embeddings in float32; where the rounding of a matrix product could decide, each pair's is added up by
+    itself in float64, so identical items tie. The query itself is never its own neighbour.
 
     Args:
-        query: (Q, D) array or tensor of any real dtype and device.
+        query: (Q, D) array or tensor of any real dtype and device, a memory map, which is read in blocks, or an
+            iterable of such blocks that can be iterated more than once.
         query_labels: (Q,) integers of any size, or strings.
-        gallery: (N, D). None: the queries search among themselves and each leaves itself out.
+        gallery: (N, D) likewise. None: the queries search among themselves and each leaves itself out.
         gallery_labels: (N,), with ``gallery``.
         ks: the cutoffs K, positive integers. One beyond the gallery is a search of all of it.
         query_ids: (Q,) integers or strings, with ``gallery_ids``: a gallery item of the query's id is the query itself
@@ -65,15 +85,26 @@ def recall_at_k(
         normalize: bring all embeddings to length 1 first, so that the inner product is the cosine.
         lone: queries without a relevant item in the gallery: "exclude" them, or count each as a "miss". They are
             reported and logged either way.
-        map_at_r: compute MAP@R too; this searches for as many neighbours as the largest class has.
-        progress: show a bar over the queries.
+        map_at_r: compute MAP@R and R-precision too; this searches for as many neighbours as the largest class has.
+        sample: search only so many queries, drawn without replacement with ``seed``; ``result.interval`` says how far
+            the figures of all queries may lie from theirs.
+        method: "count" what lies above the best relevant item, which is as fast for any K; "search" for lists of
+            neighbours with faiss, on the CPU, which MAP@R needs; "auto": search if ``map_at_r``, else count. The result
+            is the same.
+        max_memory: bytes, or "800M", "4G": what this call takes beyond the embeddings that are in memory already;
+            512 MiB by default. It decides the sizes of blocks.
+        device: where products are computed, or several of them, which share the gallery; the current CUDA device if
+            there is one, else the CPU. Only counting uses it.
+        work: a folder for finished parts of the queries. The same call with the same folder goes on from them.
+        progress: show a bar.
 
     Returns:
         a ``RecallResult``; ``result.recall[k]`` is Recall@K.
 
     Raises:
-        TypeError: a dtype that is none of the above; labels or ids of different kinds.
-        ValueError: shapes that do not fit, NaN or inf, and other arguments out of range.
+        TypeError: a dtype that is none of the above; labels or ids of different kinds; a generator of blocks.
+        ValueError: shapes that do not fit, NaN or inf, a work folder of another evaluation, ``max_memory`` too small,
+            and other arguments out of range.
 
     >>> import numpy as np
     >>> embeddings = np.array([[1.0, 0.0], [0.9, 0.1], [0.1, 0.9], [0.8, 0.2]])
@@ -87,82 +118,235 @@ def recall_at_k(
     ks = check_ks(ks)
     check_choice(metric, "metric", METRICS)
     check_choice(lone, "lone", LONE)
+    check_choice(method, "method", METHODS)
+    if map_at_r and method == "count":
+        raise ValueError("method: expected 'search' or 'auto' with map_at_r, got 'count'")
+    if sample is not None and (not isinstance(sample, int) or sample < 1):
+        raise ValueError(f"sample: expected a positive number of queries, got {sample!r}")
+    devices = _devices(device)
     limit = ks[-1]
 
-    query_rows = as_embeddings(query, "query", normalize)
-    query_keys = as_keys(query_labels, "query_labels", len(query_rows))
+    query_keys = as_keys(query_labels, "query_labels")
+    query_rows = Embeddings(query, "query", len(query_keys), normalize)
     if gallery is None:
         if gallery_labels is not None or query_ids is not None or gallery_ids is not None:
             raise ValueError("gallery_labels, query_ids and gallery_ids go with a gallery, but gallery is None")
         gallery_rows, gallery_keys = query_rows, query_keys
-        own_rows = np.arange(len(query_rows))
+        own_rows = np.arange(query_rows.num)
     else:
         if gallery_labels is None:
             raise ValueError("gallery: expected gallery_labels with it, got None")
-        gallery_rows = as_embeddings(gallery, "gallery", normalize)
-        gallery_keys = as_keys(gallery_labels, "gallery_labels", len(gallery_rows))
-        own_rows = find_own_rows(query_ids, gallery_ids, len(query_rows), len(gallery_rows))
-    if query_rows.shape[1] != gallery_rows.shape[1]:
+        gallery_keys = as_keys(gallery_labels, "gallery_labels")
+        gallery_rows = Embeddings(gallery, "gallery", len(gallery_keys), normalize)
+        own_rows = find_own_rows(query_ids, gallery_ids, query_rows.num, gallery_rows.num)
+    if query_rows.dim != gallery_rows.dim:
         raise ValueError(
-            f"query and gallery: expected the same D, got shapes {query_rows.shape} and {gallery_rows.shape}"
+            f"query and gallery: expected the same D, got shapes {(query_rows.num, query_rows.dim)} and "
+            f"{(gallery_rows.num, gallery_rows.dim)}"
         )
 
     query_codes, gallery_codes = joint_codes(query_keys, gallery_keys, "query_labels and gallery_labels")
     r = np.bincount(gallery_codes, minlength=query_codes.max() + 1)[query_codes]
     r -= (own_rows >= 0) & (gallery_codes[own_rows] == query_codes)
-    lone_queries = np.flatnonzero(r == 0)
-    _report_lone(lone_queries, len(query_rows), lone)
+    chosen = np.ones(query_rows.num, dtype=bool)
+    if sample is not None and sample < query_rows.num:
+        chosen[:] = False
+        chosen[np.random.default_rng(seed).choice(query_rows.num, sample, replace=False)] = True
+    lone_queries = np.flatnonzero(chosen & (r == 0))
+    _report_lone(lone_queries, int(chosen.sum()), lone)
 
-    pessimistic = np.full(len(query_rows), limit + 1)
+    searched = np.flatnonzero(chosen & (r > 0))
+    problem = _Problem(query_rows, query_codes, own_rows, r, gallery_rows, gallery_codes, metric, limit, map_at_r)
+    counting = method == "count" or (method == "auto" and not map_at_r)
+    length = min(max(limit, int(r[searched].max(initial=0)) if map_at_r else 0) + SPARE, gallery_rows.num)
+    plan = _plan(problem, max_memory, None if counting else length)
+    pessimistic = np.full(query_rows.num, limit + 1)
     optimistic = pessimistic.copy()
-    precision = np.zeros(len(query_rows))
-    pending = np.flatnonzero(r)
-    index = flat_index(gallery_rows, metric)
-    tolerance = rounding(query_rows, gallery_rows, metric)
-    length = max(limit, int(r.max()) if map_at_r else 0) + SPARE
-    pairwise = False  # one fast search of all queries, then slower ones of those whose outcome it left open
-    bar = _bar(len(pending)) if progress else None
-    while len(pending):
-        length = min(length, len(gallery_rows))
-        whole = length == len(gallery_rows)
-        left_open = []
-        searched = query_rows if len(pending) == len(query_rows) else query_rows[pending]
-        for block, scores, rows in search(index, searched, length, own_rows[pending], pairwise):
-            at = pending[block]
-            relevant = (gallery_codes[rows] == query_codes[at, None]) & (rows >= 0)
-            pessimistic[at], optimistic[at], settled = first_ranks(scores, relevant, whole, limit)
-            needed = np.minimum(optimistic[at], limit)
-            if map_at_r:
-                precision[at] = average_precision_at_r(scores, relevant, r[at])
-                needed = np.maximum(needed, r[at])
-            if not pairwise:
-                settled = certain(scores, relevant, whole, needed, tolerance[at])
-            left_open.append(at[~settled])
+    average_precision, precision = np.zeros((2, query_rows.num))
+    folder = None if work is None else WorkFolder(work, _described(problem, searched, counting, plan))
+    bar = _bar(len(searched) * gallery_rows.num) if progress else None
+    for part, start in enumerate(range(0, len(searched), plan.queries)):
+        at = searched[start : start + plan.queries]
+        found = None if folder is None else folder.load(part, len(at))
+        if found is not None:
             if bar is not None:
-                bar.update(int(settled.sum()))
-        pending = np.concatenate(left_open)
-        length, pairwise = GROWTH * length, True
+                bar.update(len(at) * gallery_rows.num)
+        else:
+            report = (lambda pairs: None) if bar is None else bar.update
+            found = (
+                _count(problem, at, plan, devices, report) if counting else _search(problem, at, length, plan, report)
+            )
+            if folder is not None:
+                folder.save(part, found)
+        pessimistic[at], optimistic[at] = (ranks.astype(np.int64) for ranks in found[:2])
+        average_precision[at], precision[at] = found[2:] if map_at_r else (0, 0)
     if bar is not None:
         bar.close()
 
-    averaged = len(query_rows) - (len(lone_queries) if lone == "exclude" else 0)
+    averaged = int(chosen.sum()) - (len(lone_queries) if lone == "exclude" else 0)
 
     def mean(per_query: np.ndarray) -> float:
         return float(per_query.sum() / averaged) if averaged else math.nan
 
+    recall = {k: mean(pessimistic <= k) for k in ks}
     return RecallResult(
-        recall={k: mean(pessimistic <= k) for k in ks},
+        recall=recall,
         recall_optimistic={k: mean(optimistic <= k) for k in ks},
-        map_at_r=mean(precision) if map_at_r else None,
+        interval={k: wilson_interval(share, averaged) for k, share in recall.items()},
+        map_at_r=mean(average_precision) if map_at_r else None,
+        r_precision=mean(precision) if map_at_r else None,
         first_rank=np.where(pessimistic <= limit, pessimistic, 0),
         lone_queries=lone_queries,
-        num_queries=len(query_rows),
-        num_gallery=len(gallery_rows),
+        num_queries=query_rows.num,
+        num_sampled=int(chosen.sum()),
+        num_averaged=averaged,
+        num_gallery=gallery_rows.num,
         num_tied=int((pessimistic != optimistic).sum()),
         ks=ks,
-        backend=BACKEND,
+        backend=f"counting, {', '.join(map(str, devices))}" if counting else "faiss flat, cpu",
         seconds=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    query: Embeddings
+    query_codes: np.ndarray
+    own_rows: np.ndarray
+    r: np.ndarray
+    gallery: Embeddings
+    gallery_codes: np.ndarray
+    metric: str
+    limit: int
+    map_at_r: bool
+
+    def labelled_blocks(self, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        for start, rows in self.gallery.blocks(size):
+            yield start, rows, self.gallery_codes[start : start + len(rows)]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    queries: int  # in a part
+    step: int  # of them, and
+    block: int  # items of the gallery, at a time
+
+
+def _plan(problem: _Problem, max_memory: int | str | None, length: int | None) -> _Plan:
+    """Sizes that keep to the memory: a part's queries, two matrices of step × block, pairs; or lists of ``length``."""
+    memory = _bytes(max_memory)
+    total = problem.query.num + problem.gallery.num
+    left = memory - 64 * total  # labels, ids and ranks
+    row = 4 * problem.gallery.dim
+    pairs = 10 * 8192 * row
+    size = 4096
+    while size > 64 and 8 * size**2 + 4 * size * row + pairs > left // 2:
+        size //= 2
+        pairs = min(pairs, 10 * size * row)
+    per_query = 2 * row + 64 + (0 if length is None else _BYTES_PER_NEIGHBOUR * length)
+    queries = min(left // 2 // per_query, max(1024, PART // max(1, 2 * problem.gallery.num * problem.gallery.dim)))
+    if left <= 0 or queries < 1 or 8 * size**2 > left:
+        raise ValueError(
+            f"max_memory: {memory:,} bytes are too little for {total:,} labels and blocks of embeddings of dimension "
+            f"{problem.gallery.dim}; about {64 * total + 4 * (8 * 64**2 + 4 * 64 * row) + 4 * per_query:,} are needed"
+        )
+    if length is not None:  # faiss has no matrix of ours; in memory, one block is best
+        block = problem.gallery.num if problem.gallery.in_memory else max(64, min(65536, left // 4 // row))
+        return _Plan(int(queries), int(queries), int(block))
+    return _Plan(int(queries), size, size)
+
+
+def _count(
+    problem: _Problem, at: np.ndarray, plan: _Plan, devices: list[torch.device], report: Callable[[int], object]
+) -> list[np.ndarray]:
+    """Pessimistic and optimistic rank of the first relevant item of these queries, limit + 1 for all beyond."""
+    queries = Queries(problem.query.take(at), problem.query_codes[at], problem.own_rows[at])
+    best = best_relevant(queries, problem.labelled_blocks(plan.block), problem.metric, devices[0])
+    blocks = problem.labelled_blocks(plan.block)
+    counts = count_above(queries, best, blocks, problem.metric, devices, plan.step, report)
+    return list(np.minimum(1 + counts, problem.limit + 1))
+
+
+def _search(
+    problem: _Problem, at: np.ndarray, length: int, plan: _Plan, report: Callable[[int], object]
+) -> list[np.ndarray]:
+    """The same ranks, and average precision and precision at R if asked, from lists of neighbours."""
+    rows, codes, own, r = problem.query.take(at), problem.query_codes[at], problem.own_rows[at], problem.r[at]
+    size = lengths(rows)
+    outcome = np.zeros((4, len(at)))
+    pending = np.arange(len(at))
+    exact = False  # one fast search of all queries, then slower ones of those whose outcome it left open
+    while len(pending):
+        length = min(length, problem.gallery.num)
+        whole = length == problem.gallery.num
+        left_open = []
+        batch = max(1, plan.queries if not exact else plan.queries * 64 // length)
+        for first in range(0, len(pending), batch):
+            some = pending[first : first + batch]
+            blocks = problem.gallery.blocks(plan.block)
+            told = report if not exact else lambda pairs: None
+            scores, found, largest = nearest(rows[some], own[some], blocks, length, problem.metric, told)
+            tolerance = rounding(size[some], largest, problem.metric)
+            floor = scores[:, -1].astype(np.float64) + tolerance
+            if exact:
+                known, found = exactly(rows[some], found, problem.gallery.blocks(plan.block), problem.metric)
+                # what is not in the list may score as much as its floor
+                scores = known if whole else np.maximum(known, floor[:, None])
+            relevant = (problem.gallery_codes[found] == codes[some, None]) & (found >= 0)
+            pessimistic, optimistic, settled = first_ranks(scores, relevant, whole, problem.limit)
+            outcome[:2, some] = pessimistic, optimistic
+            needed = np.minimum(optimistic, problem.limit)
+            if problem.map_at_r:
+                outcome[2:, some] = precisions_at_r(scores, relevant, r[some])
+                needed = np.maximum(needed, r[some])
+            if not exact:
+                settled = certain(scores, relevant, whole, needed, tolerance)
+            elif problem.map_at_r and not whole:
+                settled &= scores[np.arange(len(some)), needed - 1] > floor
+            left_open.append(some[~settled])
+        pending = np.concatenate(left_open)
+        length, exact = GROWTH * length if exact else length, True
+    return list(outcome[: 4 if problem.map_at_r else 2])
+
+
+def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: _Plan) -> dict[str, object]:
+    """What decides the outcome of the parts. Of embeddings, 64 rows are looked at."""
+
+    def some(rows: Embeddings) -> str:
+        return digest(rows.take(np.unique(np.linspace(0, rows.num - 1, 64).astype(np.int64))))
+
+    return {
+        "query": [problem.query.num, problem.query.dim, some(problem.query)],
+        "gallery": [problem.gallery.num, problem.gallery.dim, some(problem.gallery)],
+        "labels and ids": digest(problem.query_codes, problem.gallery_codes, problem.own_rows),
+        "sampled queries": digest(searched),
+        "metric": problem.metric,
+        "largest K": problem.limit,
+        "method": "count" if counting else "search",
+        "map_at_r": problem.map_at_r,
+        "max_memory": plan.queries,
+    }
+
+
+def _devices(device: Any) -> list[torch.device]:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    listed = device if isinstance(device, list | tuple) else [device]
+    if not listed:
+        raise ValueError("device: expected at least one, got none")
+    try:
+        return [torch.device(one) for one in listed]
+    except RuntimeError as error:
+        raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
+
+
+def _bytes(max_memory: int | str | None) -> int:
+    if max_memory is None:
+        return MEMORY
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", str(max_memory).strip(), re.IGNORECASE)
+    if match is None or isinstance(max_memory, bool):
+        raise ValueError(f"max_memory: expected bytes, or a figure as '800M' or '4G', got {max_memory!r}")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:
@@ -184,4 +368,4 @@ def _bar(total: int) -> Any:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
         raise ImportError("progress=True needs tqdm: pip install tqdm") from error
-    return tqdm(total=total, unit="query", desc="recall")
+    return tqdm(total=total, unit="pair", unit_scale=True, desc="recall")

@@ -25,11 +25,12 @@ def first_ranks(
     return np.minimum(pessimistic, limit + 1), np.minimum(optimistic, limit + 1), settled
 
 
-def average_precision_at_r(scores: np.ndarray, relevant: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """(1/R) Σ rank⁺_i / rank_i over relevant i with rank_i ≤ R, (B,) float64; ``r``, (B,) int64, is R ≥ 1.
+def precisions_at_r(scores: np.ndarray, relevant: np.ndarray, r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Average precision and precision at R, (1/R) Σ rank⁺_i / rank_i and (1/R) Σ 1 over relevant i with rank_i ≤ R.
 
-    rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i, rank⁺_i the rank among the relevant. A list of 2R items or more settles
-    it: R of them are irrelevant, so a relevant item that ties with the last one is beyond R already.
+    (B,) float64 each; ``r``, (B,) int64, is R ≥ 1. rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i, rank⁺_i the rank among
+    the relevant. A list of 2R items or more settles it: R of them are irrelevant, so a relevant item that ties with the
+    last one is beyond R already.
     """
     length = scores.shape[1]
     rank_plus = relevant.cumsum(axis=1, dtype=np.int32)
@@ -40,7 +41,7 @@ def average_precision_at_r(scores: np.ndarray, relevant: np.ndarray, r: np.ndarr
     at_end = np.where(group_end, irrelevant, np.int32(length))
     rank = np.minimum.accumulate(at_end[:, ::-1], axis=1)[:, ::-1] + rank_plus
     hit = relevant & (rank <= r[:, None])
-    return np.where(hit, rank_plus / rank, 0).sum(axis=1) / r
+    return np.where(hit, rank_plus / rank, 0).sum(axis=1) / r, hit.sum(axis=1) / r
 
 
 def certain(
