@@ -532,3 +532,238 @@ def test_the_calculator_wants_the_queries_first_in_the_reference(wrong):
         reference, reference_labels = rows[:20], labels[:20]
     with pytest.raises(ValueError, match="ref_includes_query: expected the first 30 rows"):
         RecallCalculator().get_accuracy(rows, labels, reference, reference_labels, True)
+
+
+# --- what does not fit into memory, several devices, samples, interruptions -------------------------------------------
+
+
+def random_case(num=3000, dim=24, seed=6):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, num // 5, num)
+    centres = rng.standard_normal((num // 5, dim))
+    return (centres[labels] + rng.standard_normal((num, dim))).astype(np.float32), labels
+
+
+def brute_force(rows, labels, queries):
+    """Rank of the first relevant item of each query, by sorting all scores in float64."""
+    ranks = []
+    for q in queries:
+        score = rows.astype(np.float64) @ rows[q].astype(np.float64)
+        others = np.arange(len(rows)) != q
+        relevant = others & (labels == labels[q])
+        ranks.append(1 + int((score[others & ~relevant] >= score[relevant].max()).sum()) if relevant.any() else 0)
+    return ranks
+
+
+class Blocks:
+    """Batches of unequal size, as a data loader gives them; iterated anew each time."""
+
+    def __init__(self, rows, tensors):
+        self.rows, self.tensors, self.passes = rows, tensors, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for block in np.array_split(self.rows, [5, 700, 701, 2500]):
+            yield torch.from_numpy(block.copy()) if self.tensors else block
+
+
+@pytest.mark.parametrize("method", ["count", "search"])
+@pytest.mark.parametrize("kind", ["array", "memory map", "slice of a map", "list of blocks", "loader", "tensors"])
+def test_embeddings_may_come_in_any_form(tmp_path, method, kind):
+    rows, labels = random_case()
+    np.save(tmp_path / "rows.npy", np.concatenate([rows[:100], rows]))
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    np.save(tmp_path / "exact.npy", rows)
+    values = {
+        "array": rows,
+        "memory map": np.load(tmp_path / "exact.npy", mmap_mode="r"),
+        "slice of a map": mapped[100:],
+        "list of blocks": list(Blocks(rows, tensors=False)),
+        "loader": Blocks(rows, tensors=False),
+        "tensors": Blocks(rows, tensors=True),
+    }[kind]
+    options = {"ks": (1, 10, 3000), "method": method, "max_memory": "6M" if method == "count" else "512M"}
+    result = recall_at_k(values, labels, **options)
+    assert result.first_rank.tolist() == brute_force(rows, labels, range(3000))
+    apart = recall_at_k(rows[:50], labels[:50], values, labels, query_ids=np.arange(50), gallery_ids=np.arange(3000),
+                        **options)  # fmt: skip
+    assert apart.first_rank.tolist() == result.first_rank[:50].tolist()
+
+
+def test_normalized_blocks_are_the_normalized_array():
+    rows, labels = random_case(600)
+    expected = recall_at_k(rows, labels, normalize=True)
+    found = recall_at_k(Blocks(rows, tensors=False), labels, normalize=True)
+    assert found.first_rank.tolist() == expected.first_rank.tolist()
+
+
+def test_what_is_wrong_with_blocks_is_said():
+    rows, labels = random_case(600)
+    cases = [
+        ((block for block in [rows]), TypeError, "more than once .*, got generator"),
+        ([rows[:5], rows[5:], rows[:1]], ValueError, "expected 600 rows in all blocks, as labels, got more"),
+        ([rows[:5]], ValueError, "expected 600 rows in all blocks, as labels, got 5"),
+        ([rows[:5], rows[5:, :3]], ValueError, r"blocks of 24 dimensions as the first, got shape \(595, 3\)"),
+        (
+            [rows[:5], np.full((595, 24), np.nan)],
+            ValueError,
+            r"595 of 595 rows have NaN or inf .* first at \[5, 6, 7",
+        ),
+    ]
+    for values, error, message in cases:
+        with pytest.raises(error, match=message):
+            recall_at_k(values, labels)
+
+
+def test_nan_in_a_memory_map_is_found_before_anything_is_returned(tmp_path):
+    rows, labels = random_case(600)
+    rows[571] = np.nan
+    np.save(tmp_path / "rows.npy", rows)
+    with pytest.raises(ValueError, match=r"1 of \d+ rows have NaN or inf as float32, the first at \[571\]"):
+        recall_at_k(np.load(tmp_path / "rows.npy", mmap_mode="r"), labels, max_memory="2M")
+
+
+def test_memory_that_is_too_small_says_what_is_needed():
+    rows, labels = random_case()
+    with pytest.raises(ValueError, match=r"max_memory: 200,000 bytes are too little for 6,000 labels .* are needed"):
+        recall_at_k(rows, labels, max_memory=200_000)
+    for wrong in ("4 Gigabytes", "many", True):
+        with pytest.raises(ValueError, match="max_memory: expected bytes"):
+            recall_at_k(rows, labels, max_memory=wrong)
+    assert [recall_module._bytes(text) for text in (1000, "1000", "1.5K", "2 GiB", "3mb")] == [
+        1000, 1000, 1536, 2 * 2**30, 3 * 2**20,
+    ]  # fmt: skip
+
+
+def test_a_collapsed_model_counts_distinct_rows_once():
+    """Some identical rows in large numbers: the path that scores each pair of distinct rows once."""
+    rng = np.random.default_rng(8)
+    distinct = rng.standard_normal((3, 100)).astype(np.float32)
+    rows, labels = distinct[rng.integers(0, 3, 2000)], np.arange(2000) // 4
+    result = recall_at_k(rows, labels, ks=(1, 2000), lone="miss")
+    queries = range(0, 2000, 40)
+    distinct_scores = distinct.astype(np.float64) @ distinct.astype(np.float64).T
+    kind = np.array([np.flatnonzero((distinct == row).all(axis=1))[0] for row in rows])
+    for q in queries:
+        score, others = distinct_scores[kind[q], kind], np.arange(2000) != q
+        relevant = others & (labels == labels[q])
+        assert result.first_rank[q] == 1 + (score[others & ~relevant] >= score[relevant].max()).sum()
+
+
+def test_several_devices_share_the_gallery():
+    rows, labels = random_case()
+    expected = brute_force(rows, labels, range(0, 3000, 7))
+    for devices in ("cpu", ["cpu", "cpu"], [torch.device("cpu")] * 3):
+        found = recall_at_k(rows, labels, ks=(3000,), device=devices, max_memory="6M")
+        assert found.first_rank[::7].tolist() == expected
+    assert found.backend == "counting, cpu, cpu, cpu"
+    with pytest.raises(ValueError, match="device: expected 'cpu', 'cuda'"):
+        recall_at_k(rows, labels, device="abacus")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_counts_the_same():
+    rows, labels = random_case()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert recall_at_k(rows, labels, ks=(3000,)).first_rank.tolist() == brute_force(rows, labels, range(3000))
+
+
+def test_a_device_out_of_memory_halves_the_block_and_says_so(monkeypatch, caplog):
+    rows, labels = random_case()
+    product = counting_module._product
+
+    def small(query, items, out=None):
+        if out is not None and len(query) > 100:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return product(query, items, out=out)
+
+    monkeypatch.setattr(counting_module, "_product", small)
+    with caplog.at_level(logging.WARNING, "rambo_plugins"):
+        found = recall_at_k(rows, labels, ks=(3000,))
+    assert "cpu is out of memory: going on with 64 queries at a time" in caplog.text
+    assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
+
+
+def test_low_precision_that_the_caller_allows_stays_outside():
+    rows, labels = random_case(600)
+    expected = brute_force(rows, labels, range(600))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = recall_at_k(rows, labels, ks=(600,))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.first_rank.tolist() == expected
+
+
+def test_a_sample_of_the_queries_has_an_interval():
+    rows, labels = random_case()
+    whole = recall_at_k(rows, labels, ks=(1, 10))
+    part = recall_at_k(rows, labels, ks=(1, 10), sample=500, seed=3)
+    ranks = np.array(brute_force(rows, labels, range(3000)))
+    searched = np.flatnonzero(part.first_rank)
+    np.testing.assert_array_equal(part.first_rank[searched], ranks[searched])
+    assert (part.num_sampled, part.num_queries) == (500, 3000)
+    assert part.num_averaged == 500 - part.num_lone
+    for k in (1, 10):
+        low, high = part.interval[k]
+        assert low < part.recall[k] < high
+        assert 0.02 < high - low < 0.1
+    again = recall_at_k(rows, labels, ks=(1, 10), sample=500, seed=4)
+    assert again.first_rank.tolist() != part.first_rank.tolist()
+    covered = 0
+    for seed in range(40):
+        low, high = recall_at_k(rows, labels, ks=(1,), sample=300, seed=seed).interval[1]
+        covered += low <= whole.recall[1] <= high
+    assert covered >= 34  # of 40, 38 expected
+    assert "500 sampled of 3,000 queries" in str(part)
+    with pytest.raises(ValueError, match="sample: expected a positive number of queries, got 0"):
+        recall_at_k(rows, labels, sample=0)
+
+
+def test_the_interval_is_the_one_of_wilson():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rows, labels = random_case(600)
+    result = recall_at_k(rows, labels, ks=(1, 600))
+    for k in (1, 600):
+        hits = round(result.recall[k] * result.num_averaged)
+        expected = scipy_stats.binomtest(hits, result.num_averaged).proportion_ci(0.95, method="wilson")
+        assert result.interval[k] == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize("map_at_r", [False, True])
+def test_finished_parts_are_not_done_again(tmp_path, monkeypatch, map_at_r):
+    rows, labels = random_case()
+    monkeypatch.setattr(recall_module, "PART", 1)  # 1,024 queries a part
+    work, name = tmp_path / "work", "_search" if map_at_r else "_count"
+    options = {"ks": (1, 10), "map_at_r": map_at_r}
+    expected = recall_at_k(rows, labels, **options)
+    step, done = getattr(recall_module, name), []
+
+    def interrupted(problem, at, *rest):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(len(at))
+        return step(problem, at, *rest)
+
+    monkeypatch.setattr(recall_module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recall_at_k(rows, labels, work=work, **options)
+    done.clear()
+    result = recall_at_k(rows, labels, work=work, **options)
+    assert len(done) == 1
+    assert result.first_rank.tolist() == expected.first_rank.tolist()
+    assert (result.recall, result.map_at_r) == (expected.recall, expected.map_at_r)
+    with pytest.raises(ValueError, match=r"holds parts of another evaluation, which differs in query, gallery"):
+        recall_at_k(rows + 1, labels, work=work, **options)
+    with pytest.raises(ValueError, match=r"which differs in labels and ids"):
+        recall_at_k(rows, np.roll(labels, 1), work=work, **options)
+    with pytest.raises(ValueError, match=r"which differs in largest K"):
+        recall_at_k(rows, labels, work=work, **{**options, "ks": (5,)})
+
+
+def test_map_at_r_takes_lists():
+    with pytest.raises(ValueError, match="method: expected 'search' or 'auto' with map_at_r, got 'count'"):
+        recall_at_k(np.eye(3), [0, 0, 1], map_at_r=True, method="count")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -170,3 +171,52 @@ def test_the_command_runs_as_a_module(files):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("R@1 ")
     assert "recall: 100%" in done.stderr  # the progress bar
+
+
+KILLED = """
+import os, signal, sys
+from rambo_plugins.evaluation import cli, recall
+recall.PART = 1  # 1,024 queries a part
+count, saved = recall._count, []
+def noted(problem, at, *rest):
+    if len(saved) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.append(len(at))
+    return count(problem, at, *rest)
+recall._count = noted
+code = cli.main(sys.argv[2:])
+print("parts", len(saved))
+sys.exit(code)
+"""
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path):
+    values, labels = data(num=5000)
+    np.save(tmp_path / "q.npy", values)
+    np.save(tmp_path / "ql.npy", labels)
+    options = ["--query", tmp_path / "q.npy", "--query-labels", tmp_path / "ql.npy", "--ks", 1, 10, "--quiet"]
+    options = [*map(str, options), "--work", str(tmp_path / "work"), "--json", str(tmp_path / "a.json")]
+
+    def start(kill_after):
+        command = [sys.executable, "-c", KILLED, str(kill_after), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert start(3).returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "work").glob("part-*.npy"))) == 3
+    done = start(99)
+    assert done.returncode == 0, done.stderr
+    assert "parts 2" in done.stdout  # of 5
+    assert not (tmp_path / "work").exists()
+    expected = recall_at_k(values, labels, ks=(1, 10))
+    assert json.loads((tmp_path / "a.json").read_text())["recall"] == expected.to_dict()["recall"]
+
+
+def test_memory_sample_and_device(files, tmp_path, capsys):
+    values, labels = data()
+    assert run(files, "--ks", 1, "--sample", 20, "--seed", 5, "--max-memory", "16M", "--device", "cpu", "cpu") == 0
+    expected = recall_at_k(values, labels, ks=(1,), sample=20, seed=5)
+    out = capsys.readouterr().out
+    assert f"R@1 {100 * expected.recall[1]:.2f}" in out
+    assert "20 sampled of 60 queries" in out
+    assert run(files, "--max-memory", "1K") == 2
+    assert "max_memory: 1,024 bytes are too little" in capsys.readouterr().err

@@ -3,8 +3,9 @@
     rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
     rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.npy --plot curve.png
 
-Without ``--gallery`` the queries search among themselves. Bad files and options end in one line on standard error and
-the exit code 2.
+Without ``--gallery`` the queries search among themselves. With ``--work FOLDER`` the same command goes on, after an
+interruption, from the parts that are finished. Bad files and options end in one line on standard error and the exit
+code 2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 from rambo_plugins.evaluation.counting import METRICS
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
-from rambo_plugins.evaluation.result import RecallResult
+from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.work import WorkFolder
 
 KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
 
@@ -44,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
             normalize=args.normalize,
             lone=args.lone,
             map_at_r=args.map_at_r,
+            sample=args.sample,
+            seed=args.seed,
+            max_memory=args.max_memory,
+            device=args.device,
+            work=args.work,
             progress=not args.quiet,
         )
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -53,22 +60,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     if args.plot is not None:
-        draw(result, args.lone, args.plot)
+        draw(result, args.plot)
+    if args.work is not None:  # all is written
+        WorkFolder(args.work).remove()
     return 0
 
 
-def draw(result: RecallResult, lone: str, path: Path) -> None:
+def draw(result: RecallResult, path: Path) -> None:
     """Recall@K for each K up to the largest, with the 95 % interval of the mean over the queries."""
     from matplotlib.figure import Figure
 
-    averaged = result.num_queries - (result.num_lone if lone == "exclude" else 0)
+    averaged = result.num_averaged
     cutoffs = np.arange(1, result.ks[-1] + 1)
     hits = np.bincount(result.first_rank[result.first_rank > 0], minlength=len(cutoffs) + 1)[1:].cumsum()
     share = hits / max(averaged, 1)
-    half = 1.96 * np.sqrt(share * (1 - share) / max(averaged, 1))
+    low, high = np.transpose([wilson_interval(one, averaged) for one in share])
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.fill_between(cutoffs, 100 * (share - half), 100 * (share + half), alpha=0.25, linewidth=0)
+    axes.fill_between(cutoffs, 100 * low, 100 * high, alpha=0.25, linewidth=0)
     axes.plot(cutoffs, 100 * share)
     marked = [k for k in result.ks if k <= len(cutoffs)]
     axes.plot(marked, [100 * result.recall[k] for k in marked], "o")
@@ -91,6 +100,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--normalize", action="store_true", help="bring all embeddings to length 1 first")
     parser.add_argument("--lone", choices=LONE, default="exclude", help="queries without a relevant item")
     parser.add_argument("--map-at-r", action="store_true", help="compute MAP@R too")
+    parser.add_argument("--sample", type=int, metavar="QUERIES", help="search only so many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--max-memory", metavar="BYTES", help="800M, 4G: beyond what the files in memory take")
+    parser.add_argument("--device", nargs="+", help="cpu, cuda, cuda:1; several share the gallery")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep finished parts here until all is done")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the curve over K to this file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -22,7 +22,7 @@ def as_embeddings(values: ArrayLike, name: str, normalize: bool = False) -> np.n
         raise ValueError(f"{name}: expected embeddings of shape (N, D), got shape {tuple(array.shape)}")
     if 0 in array.shape:
         raise ValueError(f"{name}: expected at least one embedding and one dimension, got shape {tuple(array.shape)}")
-    _check_finite(array, name, 0, len(array))
+    _check_finite(array, name, np.arange(len(array)))
     return _normalized(array) if normalize else array
 
 
@@ -92,7 +92,8 @@ class Embeddings:
             taken = np.empty((len(rows), self.dim), np.float32)
             for first in range(0, len(rows), 4096):
                 chunk = rows[first : first + 4096]
-                found = as_embeddings(self._mapped[chunk], f"{self.name}, rows {chunk[0]} to {chunk[-1]}")
+                found = _as_float32(self._mapped[chunk], self.name)
+                _check_finite(found, self.name, chunk)
                 taken[first : first + 4096] = _normalized(found) if self.normalize else found
                 _give_back(self._mapped)
             return taken
@@ -105,7 +106,7 @@ class Embeddings:
     def _converted(self, values: ArrayLike, start: int) -> np.ndarray:
         block = _as_float32(values, self.name)
         if start + len(block) > self._checked:
-            _check_finite(block, self.name, start, self.num)
+            _check_finite(block, self.name, np.arange(start, start + len(block)))
             self._checked = max(self._checked, start + len(block))
         return _normalized(block) if self.normalize else block
 
@@ -149,13 +150,12 @@ def _as_blocks(values: Any, name: str) -> np.ndarray:
     return block
 
 
-def _check_finite(array: np.ndarray, name: str, start: int, total: int) -> None:
-    bad = np.flatnonzero(~np.isfinite(array).all(axis=1))
-    if len(bad):
-        span = "" if len(array) == total else f" from {start} to {start + len(array) - 1}"
+def _check_finite(array: np.ndarray, name: str, numbers: np.ndarray) -> None:
+    bad = ~np.isfinite(array).all(axis=1)
+    if bad.any():
         raise ValueError(
-            f"{name}: {len(bad)} of {len(array)} rows{span} have NaN or inf as float32, the first at "
-            f"{(start + bad[:5]).tolist()}"
+            f"{name}: {bad.sum()} of {len(array)} rows have NaN or inf as float32, the first at "
+            f"{numbers[bad][:5].tolist()}"
         )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,13 +18,13 @@ class WorkFolder:
 
     Args:
         path: made if it is not there.
-        problem: everything that decides the outcome.
+        problem: everything that decides the outcome; empty to take what is there.
 
     Raises:
         ValueError: the folder holds parts of another problem.
     """
 
-    def __init__(self, path: str | Path, problem: Mapping[str, object]) -> None:
+    def __init__(self, path: str | Path, problem: Mapping[str, object] = MappingProxyType({})) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         described = self.path / "problem.json"
