@@ -261,7 +261,10 @@ def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
 
     monkeypatch.setattr(recall_module, "nearest", rounded)
     expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
-    check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric, map_at_r=True), expected)
+    for spare in (8, 0):
+        monkeypatch.setattr(recall_module, "SPARE", spare)
+        check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric, map_at_r=True), expected)
+        check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric, method="search"), expected, map_at_r=False)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "l2"])
@@ -278,6 +281,11 @@ def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch
 
     monkeypatch.setattr(counting_module, "_product", rounded)
     monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 4)
+    fine = np.stack([np.ones(40), 2.0 ** -rng.integers(10, 14, 40)], axis=1).astype(np.float32)
+    query = np.array([[1, 2.0**-20]], dtype=np.float32)  # scores 1 + 2^-30 and so on, all 1 in float32
+    found = recall_at_k(query, labels[:1], fine, labels, ks=(40,), metric=metric)
+    same = oracle(query, labels[:1], fine, labels, (40,), metric=metric, same=lambda q, g: False)
+    check(found, same, map_at_r=False)
     expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
     check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric), expected, map_at_r=False)
 
@@ -635,12 +643,13 @@ def test_memory_that_is_too_small_says_what_is_needed():
     ]  # fmt: skip
 
 
-def test_a_collapsed_model_counts_distinct_rows_once():
+def test_a_collapsed_model_counts_distinct_rows_once(monkeypatch):
     """Some identical rows in large numbers: the path that scores each pair of distinct rows once."""
     rng = np.random.default_rng(8)
     distinct = rng.standard_normal((3, 100)).astype(np.float32)
     rows, labels = distinct[rng.integers(0, 3, 2000)], np.arange(2000) // 4
-    result = recall_at_k(rows, labels, ks=(1, 2000), lone="miss")
+    monkeypatch.setattr(counting_module, "PAIRS", 64)
+    result = recall_at_k(rows, labels, ks=(1, 2000), lone="miss", max_memory="12M")
     queries = range(0, 2000, 40)
     distinct_scores = distinct.astype(np.float64) @ distinct.astype(np.float64).T
     kind = np.array([np.flatnonzero((distinct == row).all(axis=1))[0] for row in rows])
@@ -684,10 +693,17 @@ def test_a_device_out_of_memory_halves_the_block_and_says_so(monkeypatch, caplog
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
 
 
-def test_low_precision_that_the_caller_allows_stays_outside():
+def test_low_precision_that_the_caller_allows_stays_outside(monkeypatch):
     rows, labels = random_case(600)
     expected = brute_force(rows, labels, range(600))
-    before = torch.get_float32_matmul_precision()
+    before, product, seen = torch.get_float32_matmul_precision(), counting_module._product, set()
+
+    def noted(*arguments, **options):
+        seen.add(torch.get_float32_matmul_precision() if old else torch.backends.mkldnn.matmul.fp32_precision)
+        return product(*arguments, **options)
+
+    old = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    monkeypatch.setattr(counting_module, "_product", noted)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -695,6 +711,7 @@ def test_low_precision_that_the_caller_allows_stays_outside():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+    assert seen == {"highest" if old else "ieee"}
     assert found.first_rank.tolist() == expected
 
 
