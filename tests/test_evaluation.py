@@ -567,10 +567,9 @@ class Blocks:
     """Batches of unequal size, as a data loader gives them; iterated anew each time."""
 
     def __init__(self, rows, tensors):
-        self.rows, self.tensors, self.passes = rows, tensors, 0
+        self.rows, self.tensors = rows, tensors
 
     def __iter__(self):
-        self.passes += 1
         for block in np.array_split(self.rows, [5, 700, 701, 2500]):
             yield torch.from_numpy(block.copy()) if self.tensors else block
 
@@ -631,6 +630,19 @@ def test_nan_in_a_memory_map_is_found_before_anything_is_returned(tmp_path):
         recall_at_k(np.load(tmp_path / "rows.npy", mmap_mode="r"), labels, max_memory="2M")
 
 
+def test_what_was_written_to_a_private_map_stays_there(tmp_path):
+    rows, labels = random_case(600)
+    np.save(tmp_path / "rows.npy", np.zeros_like(rows))
+    private = np.load(tmp_path / "rows.npy", mmap_mode="c")
+    private[:] = rows
+    readable = private[:]
+    readable.flags.writeable = False
+    for values in (private, readable):
+        found = recall_at_k(values, labels, ks=(600,))
+        assert found.first_rank.tolist() == brute_force(rows, labels, range(600))
+        np.testing.assert_array_equal(private, rows)
+
+
 def test_memory_that_is_too_small_says_what_is_needed():
     rows, labels = random_case()
     with pytest.raises(ValueError, match=r"max_memory: 200,000 bytes are too little for 6,000 labels .* are needed"):
@@ -671,9 +683,9 @@ def test_several_devices_share_the_gallery():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_counts_the_same():
+def test_a_gpu_counts_the_same(monkeypatch):
     rows, labels = random_case()
-    torch.backends.cuda.matmul.allow_tf32 = True
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     assert recall_at_k(rows, labels, ks=(3000,)).first_rank.tolist() == brute_force(rows, labels, range(3000))
 
 

@@ -22,7 +22,7 @@ from rambo_plugins.evaluation.counting import METRICS
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
-from rambo_plugins.evaluation.work import WorkFolder
+from rambo_plugins.evaluation.work import remove
 
 KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot is not None:
         draw(result, args.plot)
     if args.work is not None:  # all is written
-        WorkFolder(args.work).remove()
+        remove(args.work)
     return 0
 
 

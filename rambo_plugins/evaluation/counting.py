@@ -61,14 +61,17 @@ def exact_scores(query: np.ndarray, item: np.ndarray, metric: str) -> np.ndarray
 
 def rounding(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
     """How far a float32 score of a query may lie from the exact one, (B,) float64; ``largest``: the longest item."""
-    scale = query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
-    return _ROUNDING * float(np.finfo(np.float32).eps) * scale
+    return _ROUNDING * float(np.finfo(np.float32).eps) * _bound(query_lengths, largest, metric)
 
 
 def check_range(query_lengths: np.ndarray, largest: float, metric: str) -> None:
-    scale = query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
-    if len(scale) and scale.max() > np.finfo(np.float32).max:
+    if _bound(query_lengths, largest, metric).max(initial=0) > np.finfo(np.float32).max:
         raise ValueError("the scores of some embeddings overflow float32; scale them down or pass normalize=True")
+
+
+def _bound(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
+    """No score of a query is larger in size, (B,) float64."""
+    return query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
 
 
 def best_relevant(queries: Queries, blocks: Blocks, metric: str, device: torch.device) -> np.ndarray:

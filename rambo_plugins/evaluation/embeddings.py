@@ -185,7 +185,15 @@ def _mapping(array: np.ndarray) -> mmap.mmap | None:
 
 
 def _give_back(array: np.ndarray) -> None:
-    """Pages that were read leave the process; the system may keep them in its cache."""
+    """Pages that were read leave the process; the system may keep them in its cache.
+
+    Only of maps that nobody can write to: what was written to a private one (``mmap_mode="c"``) is nowhere else.
+    """
     mapping = _mapping(array)
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return
+        base = base.base
     if mapping is not None and hasattr(mapping, "madvise"):
         mapping.madvise(mmap.MADV_DONTNEED)

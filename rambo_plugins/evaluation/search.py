@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import faiss
 import numpy as np
 
-from rambo_plugins.evaluation.counting import check_range, exact_scores
+from rambo_plugins.evaluation.counting import PAIRS, check_range, exact_scores
 from rambo_plugins.evaluation.embeddings import lengths
 
 _FAISS = {"inner_product": faiss.METRIC_INNER_PRODUCT, "l2": faiss.METRIC_L2}
@@ -70,8 +70,8 @@ def exactly(
     scores = np.full(rows.shape, -np.inf)
     for start, block in blocks:
         q, place = np.nonzero((rows >= start) & (rows < start + len(block)))
-        for first in range(0, len(q), 8192):
-            some, at = q[first : first + 8192], place[first : first + 8192]
+        for first in range(0, len(q), PAIRS):
+            some, at = q[first : first + PAIRS], place[first : first + PAIRS]
             scores[some, at] = exact_scores(query[some], block[rows[some, at] - start], metric)
     order = np.argsort(-scores, axis=1, kind="stable")
     return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -18,13 +17,13 @@ class WorkFolder:
 
     Args:
         path: made if it is not there.
-        problem: everything that decides the outcome; empty to take what is there.
+        problem: everything that decides the outcome.
 
     Raises:
         ValueError: the folder holds parts of another problem.
     """
 
-    def __init__(self, path: str | Path, problem: Mapping[str, object] = MappingProxyType({})) -> None:
+    def __init__(self, path: str | Path, problem: Mapping[str, object]) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         described = self.path / "problem.json"
@@ -54,11 +53,13 @@ class WorkFolder:
         np.save(contents, np.stack(arrays))
         _write(self.path / f"part-{part:06d}.npy", contents.getvalue())
 
-    def remove(self) -> None:
-        for path in [*self.path.glob("part-*"), self.path / "problem.json"]:
-            path.unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+
+def remove(folder: Path) -> None:
+    """What a ``WorkFolder`` has written there, and the folder if it holds nothing else."""
+    for path in [*folder.glob("part-*"), folder / "problem.json"]:
+        path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def digest(*arrays: np.ndarray) -> str:
