@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rambo_plugins.evaluation import RecallCalculator, RecallResult, recall_at_k
 from rambo_plugins.evaluation import counting as counting_module
+from rambo_plugins.evaluation import plan as plan_module
 from rambo_plugins.evaluation import recall as recall_module
 
 
@@ -114,8 +115,8 @@ def small_integers(draw):
 
 def small_blocks(patch, rng):
     """Parts of a few queries, blocks of a few items, short lists, matrix products for small classes too."""
-    plan = recall_module._Plan(*(int(size) for size in rng.integers(1, 6, 3)))
-    patch.setattr(recall_module, "_plan", lambda *arguments: plan)
+    plan = plan_module.Plan(*(int(size) for size in rng.integers(1, 6, 3)))
+    patch.setattr(recall_module, "make_plan", lambda *arguments: plan)
     patch.setattr(recall_module, "SPARE", 0)
     patch.setattr(counting_module, "PAIRS", 4)
     patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
@@ -288,6 +289,29 @@ def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch
     check(found, same, map_at_r=False)
     expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
     check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric), expected, map_at_r=False)
+
+
+@pytest.mark.parametrize("best_irrelevant", [2.0**-10, 0.0])
+def test_what_rounding_kept_out_of_a_list_counts_and_what_it_let_in_does_not(best_irrelevant, monkeypatch):
+    """Scores 1 + c 2^-20, all 1 in float32; the list has the relevant item and one that is worse, a third is left."""
+    query = np.array([[1, 2.0**-20]], dtype=np.float32)
+    gallery = np.array([[1, 2.0**-11], [1, 2.0**-12], [1, best_irrelevant]], dtype=np.float32)
+    labels = np.array([7, 8, 8])
+    nearest, searches = recall_module.nearest, []
+
+    def by_row(query, own, blocks, k, *rest):
+        searches.append(k)
+        scores, found, longest = nearest(query, own, blocks, len(gallery), *rest)
+        order = np.argsort(found, axis=1)[:, :k]
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
+
+    monkeypatch.setattr(recall_module, "nearest", by_row)
+    monkeypatch.setattr(recall_module, "SPARE", 1)
+    result = recall_at_k(query, labels[:1], gallery, labels, ks=(1,), method="search")
+    assert searches == [2, 2, 3]
+    expected = oracle(query, labels[:1], gallery, labels, (1,), same=lambda q, g: False)
+    check(result, expected, map_at_r=False)
+    assert result.first_rank.tolist() == [0 if best_irrelevant else 1]
 
 
 def test_labels_beyond_float32_stay_apart():
@@ -650,7 +674,7 @@ def test_memory_that_is_too_small_says_what_is_needed():
     for wrong in ("4 Gigabytes", "many", True):
         with pytest.raises(ValueError, match="max_memory: expected bytes"):
             recall_at_k(rows, labels, max_memory=wrong)
-    assert [recall_module._bytes(text) for text in (1000, "1000", "1.5K", "2 GiB", "3mb")] == [
+    assert [plan_module.parse_bytes(text) for text in (1000, "1000", "1.5K", "2 GiB", "3mb")] == [
         1000, 1000, 1536, 2 * 2**30, 3 * 2**20,
     ]  # fmt: skip
 
@@ -765,7 +789,7 @@ def test_the_interval_is_the_one_of_wilson():
 @pytest.mark.parametrize("map_at_r", [False, True])
 def test_finished_parts_are_not_done_again(tmp_path, monkeypatch, map_at_r):
     rows, labels = random_case()
-    monkeypatch.setattr(recall_module, "PART", 1)  # 1,024 queries a part
+    monkeypatch.setattr(plan_module, "PART", 1)  # 1,024 queries a part
     work, name = tmp_path / "work", "_search" if map_at_r else "_count"
     options = {"ks": (1, 10), "map_at_r": map_at_r}
     expected = recall_at_k(rows, labels, **options)

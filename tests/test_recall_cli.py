@@ -175,8 +175,8 @@ def test_the_command_runs_as_a_module(files):
 
 KILLED = """
 import os, signal, sys
-from rambo_plugins.evaluation import cli, recall
-recall.PART = 1  # 1,024 queries a part
+from rambo_plugins.evaluation import cli, plan, recall
+plan.PART = 1  # 1,024 queries a part
 count, saved = recall._count, []
 def noted(problem, at, *rest):
     if len(saved) == int(sys.argv[1]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from rambo_plugins.evaluation.inputs import (
     find_own_rows,
     joint_codes,
 )
+from rambo_plugins.evaluation.plan import Plan, make_plan
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
 from rambo_plugins.evaluation.search import exactly, nearest
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
@@ -31,11 +31,8 @@ from rambo_plugins.evaluation.work import WorkFolder, digest
 
 LONE = ("exclude", "miss")
 METHODS = ("auto", "count", "search")
-MEMORY = 512 * 2**20  # bytes, unless max_memory says otherwise
-PART = 4 * 10**12  # floating point operations of one part, which a work folder keeps; half a minute on two cores
 SPARE = 8  # neighbours beyond the last that counts, so that a tie there is seen to end
 GROWTH = 4  # of the lists of queries that a search leaves open; at least 2, which settles MAP@R
-_BYTES_PER_NEIGHBOUR = 80
 
 logger = logging.getLogger("rambo_plugins")
 
@@ -159,7 +156,7 @@ def recall_at_k(
     problem = _Problem(query_rows, query_codes, own_rows, r, gallery_rows, gallery_codes, metric, limit, map_at_r)
     counting = method == "count" or (method == "auto" and not map_at_r)
     length = min(max(limit, int(r[searched].max(initial=0)) if map_at_r else 0) + SPARE, gallery_rows.num)
-    plan = _plan(problem, max_memory, None if counting else length)
+    plan = make_plan(query_rows, gallery_rows, max_memory, None if counting else length)
     pessimistic = np.full(query_rows.num, limit + 1)
     optimistic = pessimistic.copy()
     average_precision, precision = np.zeros((2, query_rows.num))
@@ -225,39 +222,8 @@ class _Problem:
             yield start, rows, self.gallery_codes[start : start + len(rows)]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    queries: int  # in a part
-    step: int  # of them, and
-    block: int  # items of the gallery, at a time
-
-
-def _plan(problem: _Problem, max_memory: int | str | None, length: int | None) -> _Plan:
-    """Sizes that keep to the memory: a part's queries, two matrices of step × block, pairs; or lists of ``length``."""
-    memory = _bytes(max_memory)
-    total = problem.query.num + problem.gallery.num
-    left = memory - 64 * total  # labels, ids and ranks
-    row = 4 * problem.gallery.dim
-    pairs = 10 * 8192 * row
-    size = 4096
-    while size > 64 and 8 * size**2 + 4 * size * row + pairs > left // 2:
-        size //= 2
-        pairs = min(pairs, 10 * size * row)
-    per_query = 2 * row + 64 + (0 if length is None else _BYTES_PER_NEIGHBOUR * length)
-    queries = min(left // 2 // per_query, max(1024, PART // max(1, 2 * problem.gallery.num * problem.gallery.dim)))
-    if left <= 0 or queries < 1 or 8 * size**2 > left:
-        raise ValueError(
-            f"max_memory: {memory:,} bytes are too little for {total:,} labels and blocks of embeddings of dimension "
-            f"{problem.gallery.dim}; about {64 * total + 4 * (8 * 64**2 + 4 * 64 * row) + 4 * per_query:,} are needed"
-        )
-    if length is not None:  # faiss has no matrix of ours; in memory, one block is best
-        block = problem.gallery.num if problem.gallery.in_memory else max(64, min(65536, left // 4 // row))
-        return _Plan(int(queries), int(queries), int(block))
-    return _Plan(int(queries), size, size)
-
-
 def _count(
-    problem: _Problem, at: np.ndarray, plan: _Plan, devices: list[torch.device], report: Callable[[int], object]
+    problem: _Problem, at: np.ndarray, plan: Plan, devices: list[torch.device], report: Callable[[int], object]
 ) -> list[np.ndarray]:
     """Pessimistic and optimistic rank of the first relevant item of these queries, limit + 1 for all beyond."""
     queries = Queries(problem.query.take(at), problem.query_codes[at], problem.own_rows[at])
@@ -268,7 +234,7 @@ def _count(
 
 
 def _search(
-    problem: _Problem, at: np.ndarray, length: int, plan: _Plan, report: Callable[[int], object]
+    problem: _Problem, at: np.ndarray, length: int, plan: Plan, report: Callable[[int], object]
 ) -> list[np.ndarray]:
     """The same ranks, and average precision and precision at R if asked, from lists of neighbours."""
     rows, codes, own, r = problem.query.take(at), problem.query_codes[at], problem.own_rows[at], problem.r[at]
@@ -287,13 +253,12 @@ def _search(
             told = report if not exact else lambda pairs: None
             scores, found, largest = nearest(rows[some], own[some], blocks, length, problem.metric, told)
             tolerance = rounding(size[some], largest, problem.metric)
-            floor = scores[:, -1].astype(np.float64) + tolerance
+            floor = np.full(len(some), -np.inf) if whole else scores[:, -1].astype(np.float64)
             if exact:
-                known, found = exactly(rows[some], found, problem.gallery.blocks(plan.block), problem.metric)
-                # what is not in the list may score as much as its floor
-                scores = known if whole else np.maximum(known, floor[:, None])
+                floor += tolerance
+                scores, found = exactly(rows[some], found, problem.gallery.blocks(plan.block), problem.metric)
             relevant = (problem.gallery_codes[found] == codes[some, None]) & (found >= 0)
-            pessimistic, optimistic, settled = first_ranks(scores, relevant, whole, problem.limit)
+            pessimistic, optimistic, settled = first_ranks(scores, relevant, floor, problem.limit)
             outcome[:2, some] = pessimistic, optimistic
             needed = np.minimum(optimistic, problem.limit)
             if problem.map_at_r:
@@ -309,7 +274,7 @@ def _search(
     return list(outcome[: 4 if problem.map_at_r else 2])
 
 
-def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: _Plan) -> dict[str, object]:
+def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan) -> dict[str, object]:
     """What decides the outcome of the parts. Of embeddings, 64 rows are looked at."""
 
     def some(rows: Embeddings) -> str:
@@ -338,15 +303,6 @@ def _devices(device: Any) -> list[torch.device]:
         return [torch.device(one) for one in listed]
     except RuntimeError as error:
         raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
-
-
-def _bytes(max_memory: int | str | None) -> int:
-    if max_memory is None:
-        return MEMORY
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", str(max_memory).strip(), re.IGNORECASE)
-    if match is None or isinstance(max_memory, bool):
-        raise ValueError(f"max_memory: expected bytes, or a figure as '800M' or '4G', got {max_memory!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:

@@ -1,27 +1,27 @@
 """Ranks from the top of a ranked list, with ties broken against the relevant item.
 
-A list holds the L best scores of a query, (B, L) float32, best first, and which of the items are ``relevant``, (B, L)
-bool. ``whole`` says that no item is missing; otherwise the items above the last score are all known, but more may tie
-with it. ``settled``, (B,) bool, are the queries whose outcome does not depend on what is missing.
+A list holds the L best scores of a query, (B, L), best first, and which of the items are ``relevant``, (B, L) bool.
+``settled``, (B,) bool, are the queries whose outcome does not depend on what is missing from their list.
 """
 
 import numpy as np
 
 
 def first_ranks(
-    scores: np.ndarray, relevant: np.ndarray, whole: bool, limit: int
+    scores: np.ndarray, relevant: np.ndarray, floor: np.ndarray, limit: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank of the first relevant item, pessimistic and optimistic, (B,) int64 with limit + 1 for all beyond; settled.
 
-    1 + #{irrelevant, s ≥ s*} and 1 + #{irrelevant, s > s*}, s* the best relevant score. Every query has a relevant
-    item, which may lie below its list; a list that is not whole has at least ``limit`` items.
+    1 + #{irrelevant, s ≥ s*} and 1 + #{irrelevant, s > s*}, s* the best relevant score. What is missing from a list
+    scores no more than its ``floor``, (B,), which is −inf where nothing is. Every query has a relevant item, which may
+    be missing.
     """
     found = relevant.any(axis=1)
-    first = np.where(found, relevant.argmax(axis=1), -1)  # none found: s* is the last score at best
-    best = scores[np.arange(len(scores)), first]
-    optimistic = 1 + (scores > best[:, None]).sum(axis=1)
-    pessimistic = 1 + (~relevant & (scores >= best[:, None])).sum(axis=1)
-    settled = whole | (best > scores[:, -1]) | (optimistic > limit) | (found & (pessimistic > limit))
+    best = np.where(found, scores[np.arange(len(scores)), relevant.argmax(axis=1)], -np.inf)
+    bound = np.maximum(best, floor)[:, None]  # s* is no better
+    optimistic = 1 + (scores > bound).sum(axis=1)
+    pessimistic = 1 + (~relevant & (scores >= bound)).sum(axis=1)
+    settled = (best > floor) | (optimistic > limit) | ((best == floor) & (pessimistic > limit))
     return np.minimum(pessimistic, limit + 1), np.minimum(optimistic, limit + 1), settled
 
 
@@ -49,7 +49,8 @@ def certain(
 ) -> np.ndarray:
     """Whether the order of relevant and irrelevant items among the first ``needed``, (B,) int64, is beyond rounding.
 
-    Two scores of a row that lie no more than its ``tolerance``, (B,) float32, apart may be equal or in either order.
+    ``whole``: no item is missing. Two scores of a row that lie no more than its ``tolerance``, (B,), apart may be equal
+    or in either order.
     """
     floor = (scores[np.arange(len(scores)), needed - 1] - tolerance)[:, None]
     mixed = relevant[:, :-1] != relevant[:, 1:]
