@@ -15,6 +15,7 @@ from rambo_plugins.evaluation import RecallCalculator, RecallResult, recall_at_k
 from rambo_plugins.evaluation import counting as counting_module
 from rambo_plugins.evaluation import plan as plan_module
 from rambo_plugins.evaluation import recall as recall_module
+from rambo_plugins.evaluation import scores as scores_module
 
 
 def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner_product", lone="exclude"):
@@ -118,7 +119,8 @@ def small_blocks(patch, rng):
     plan = plan_module.Plan(*(int(size) for size in rng.integers(1, 6, 3)))
     patch.setattr(recall_module, "make_plan", lambda *arguments: plan)
     patch.setattr(recall_module, "SPARE", 0)
-    patch.setattr(counting_module, "PAIRS", 4)
+    for module in (counting_module, scores_module):
+        patch.setattr(module, "PAIRS", 4)
     patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
 
 
@@ -273,14 +275,14 @@ def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
 def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch):
     rng = np.random.default_rng(seed)
     rows, labels = rng.integers(-2, 3, (40, 4)), rng.integers(0, 8, 40)
-    product = counting_module._product
+    product = counting_module.product
 
     def rounded(query, items, out=None):
         scores = product(query, items, out=out)
         off = torch.from_numpy(rng.uniform(-3, 3, scores.shape).astype(np.float32)) * 2**-23
         return scores.add_(off * query.norm(dim=1, keepdim=True) * items[0].norm(dim=0))
 
-    monkeypatch.setattr(counting_module, "_product", rounded)
+    monkeypatch.setattr(counting_module, "product", rounded)
     monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 4)
     fine = np.stack([np.ones(40), 2.0 ** -rng.integers(10, 14, 40)], axis=1).astype(np.float32)
     query = np.array([[1, 2.0**-20]], dtype=np.float32)  # scores 1 + 2^-30 and so on, all 1 in float32
@@ -684,7 +686,8 @@ def test_a_collapsed_model_counts_distinct_rows_once(monkeypatch):
     rng = np.random.default_rng(8)
     distinct = rng.standard_normal((3, 100)).astype(np.float32)
     rows, labels = distinct[rng.integers(0, 3, 2000)], np.arange(2000) // 4
-    monkeypatch.setattr(counting_module, "PAIRS", 64)
+    for module in (counting_module, scores_module):
+        monkeypatch.setattr(module, "PAIRS", 64)
     result = recall_at_k(rows, labels, ks=(1, 2000), lone="miss", max_memory="12M")
     queries = range(0, 2000, 40)
     distinct_scores = distinct.astype(np.float64) @ distinct.astype(np.float64).T
@@ -715,14 +718,14 @@ def test_a_gpu_counts_the_same(monkeypatch):
 
 def test_a_device_out_of_memory_halves_the_block_and_says_so(monkeypatch, caplog):
     rows, labels = random_case()
-    product = counting_module._product
+    product = counting_module.product
 
     def small(query, items, out=None):
         if out is not None and len(query) > 100:
             raise torch.cuda.OutOfMemoryError("no room")
         return product(query, items, out=out)
 
-    monkeypatch.setattr(counting_module, "_product", small)
+    monkeypatch.setattr(counting_module, "product", small)
     with caplog.at_level(logging.WARNING, "rambo_plugins"):
         found = recall_at_k(rows, labels, ks=(3000,))
     assert "cpu is out of memory: going on with 64 queries at a time" in caplog.text
@@ -732,14 +735,14 @@ def test_a_device_out_of_memory_halves_the_block_and_says_so(monkeypatch, caplog
 def test_low_precision_that_the_caller_allows_stays_outside(monkeypatch):
     rows, labels = random_case(600)
     expected = brute_force(rows, labels, range(600))
-    before, product, seen = torch.get_float32_matmul_precision(), counting_module._product, set()
+    before, product, seen = torch.get_float32_matmul_precision(), counting_module.product, set()
 
     def noted(*arguments, **options):
         seen.add(torch.get_float32_matmul_precision() if old else torch.backends.mkldnn.matmul.fp32_precision)
         return product(*arguments, **options)
 
     old = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
-    monkeypatch.setattr(counting_module, "_product", noted)
+    monkeypatch.setattr(counting_module, "product", noted)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rambo_plugins.evaluation.counting import METRICS
 from rambo_plugins.evaluation.embeddings import as_embeddings
 from rambo_plugins.evaluation.inputs import ArrayLike, as_keys, check_choice, check_ks
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult
+from rambo_plugins.evaluation.scores import METRICS
 
 
 class RecallCalculator:

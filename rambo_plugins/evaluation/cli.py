@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from rambo_plugins.evaluation.counting import METRICS
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.scores import METRICS
 from rambo_plugins.evaluation.work import remove
 
 KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")

@@ -8,9 +8,7 @@ outcomes over parts of a gallery combine by maximum and by sum.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,16 +17,23 @@ import numpy as np
 import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
+from rambo_plugins.evaluation.scores import (
+    PAIRS,
+    check_range,
+    exact_scores,
+    exact_scores_of_pairs,
+    full_precision,
+    in_steps,
+    item_part,
+    product,
+    query_part,
+    rounding,
+    to_device,
+)
 
 Blocks = Iterable[tuple[int, np.ndarray, np.ndarray]]  # first row, rows (n, D) float32, label codes (n,)
 
-METRICS = ("inner_product", "l2")
-PAIRS = 8192  # pairs of rows at a time
-_CHUNK = 512  # of them, so that their products stay in the cache
 _CLASS_PRODUCT = 16384  # pairs of one class in a block from which a matrix product is cheaper than pair by pair
-_ROUNDING = 16  # in float32 epsilons; two ways to add up one score were seen to differ by up to 6, D = 8 to 2048
-
-logger = logging.getLogger("rambo_plugins")
 
 
 @dataclass(frozen=True)
@@ -41,37 +46,6 @@ class Queries:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-def exact_scores(query: np.ndarray, item: np.ndarray, metric: str) -> np.ndarray:
-    """The score of each pair of rows, both (n, D) float32, added up in float64 in one order: (n,) float64.
-
-    The inner product, or the negative squared distance.
-    """
-    scores = np.empty(len(query))
-    for start in range(0, len(query), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        if metric == "inner_product":
-            np.multiply(query[part], item[part], dtype=np.float64).sum(axis=1, out=scores[part])
-        else:
-            difference = np.subtract(query[part], item[part], dtype=np.float64)
-            np.negative(np.square(difference, out=difference).sum(axis=1), out=scores[part])
-    return scores
-
-
-def rounding(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
-    """How far a float32 score of a query may lie from the exact one, (B,) float64; ``largest``: the longest item."""
-    return _ROUNDING * float(np.finfo(np.float32).eps) * _bound(query_lengths, largest, metric)
-
-
-def check_range(query_lengths: np.ndarray, largest: float, metric: str) -> None:
-    if _bound(query_lengths, largest, metric).max(initial=0) > np.finfo(np.float32).max:
-        raise ValueError("the scores of some embeddings overflow float32; scale them down or pass normalize=True")
-
-
-def _bound(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
-    """No score of a query is larger in size, (B,) float64."""
-    return query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
 
 
 def best_relevant(queries: Queries, blocks: Blocks, metric: str, device: torch.device) -> np.ndarray:
@@ -124,18 +98,18 @@ def _best_of_class(
     item_rows = rows[items]
     largest = float(lengths(item_rows).max())
     with full_precision(device):
-        item_part = _item_part(_tensor(item_rows, device), metric)
+        items_on_device = item_part(to_device(item_rows, device), metric)
         for at in range(0, len(members), 4096):
             part = members[at : at + 4096]
             shift = size[part] ** 2 if metric == "l2" else np.zeros(len(part))
-            scores = _product(_query_part(_tensor(queries.rows[part], device), metric), item_part)
+            scores = product(query_part(to_device(queries.rows[part], device), metric), items_on_device)
             own = queries.own[part] - start
             inside = np.flatnonzero((own >= 0) & (own < len(rows)))
             inside = inside[where[own[inside]] >= 0]
             scores[inside, where[own[inside]]] = -torch.inf
             top = np.maximum(scores.amax(dim=1).cpu().numpy().astype(np.float64) - shift, best[part])
             low = top - 2 * rounding(size[part], largest, metric) + shift
-            near = (scores >= _tensor(low.astype(np.float32), device)[:, None]).nonzero().cpu().numpy()
+            near = (scores >= to_device(low.astype(np.float32), device)[:, None]).nonzero().cpu().numpy()
             for begin in range(0, len(near), PAIRS):
                 q, g = near[begin : begin + PAIRS].T
                 keep = own[q] != items[g]
@@ -182,27 +156,22 @@ class _Counter:
         self.queries, self.best, self.metric, self.device, self.step = queries, best, metric, device, step
         self.counts = np.zeros((2, len(queries)), np.int64)
         self.lengths = lengths(queries.rows)
-        self.rows = _query_part(_tensor(queries.rows, device), metric)
+        self.rows = query_part(to_device(queries.rows, device), metric)
         self.buffer = torch.empty(0, device=device)
 
     def count(self, block: tuple[int, np.ndarray, np.ndarray]) -> None:
         start, rows, codes = block
         largest = float(lengths(rows).max())
         check_range(self.lengths, largest, self.metric)
-        items = _item_part(_tensor(rows, self.device), self.metric)
-        at = 0
-        while at < len(self.queries):
-            part = slice(at, min(at + self.step, len(self.queries)))
-            try:
-                self._count_part(part, start, rows, codes, items, largest)
-            except torch.cuda.OutOfMemoryError:
-                if self.step == 1:
-                    raise
-                self.buffer = torch.empty(0, device=self.device)
-                self.step //= 2
-                logger.warning("%s is out of memory: going on with %d queries at a time", self.device, self.step)
-                continue
-            at = part.stop
+        items = item_part(to_device(rows, self.device), self.metric)
+
+        def part(part: slice) -> None:
+            self._count_part(part, start, rows, codes, items, largest)
+
+        self.step = in_steps(part, len(self.queries), self.step, self.device, self.release)
+
+    def release(self) -> None:
+        self.buffer = torch.empty(0, device=self.device)
 
     def _count_part(
         self, part: slice, start: int, rows: np.ndarray, codes: np.ndarray,
@@ -212,15 +181,15 @@ class _Counter:
         if self.buffer.numel() < 2 * num * len(rows):
             self.buffer = torch.empty(2 * num * len(rows), device=self.device)
         scores, flags = self.buffer[: 2 * num * len(rows)].view(2, num, len(rows))
-        _product(self.rows[part], items, out=scores)
+        product(self.rows[part], items, out=scores)
         own = self.queries.own[part] - start
         inside = np.flatnonzero((own >= 0) & (own < len(rows)))
         scores[inside, own[inside]] = -torch.inf
 
         middle = self.best[part] + (self.lengths[part] ** 2 if self.metric == "l2" else 0)
         reach = rounding(self.lengths[part], largest, self.metric) * 1.01  # 1.01: the bounds are rounded too
-        low = _tensor((middle - reach).astype(np.float32), self.device)[:, None]
-        high = _tensor((middle + reach).astype(np.float32), self.device)[:, None]
+        low = to_device((middle - reach).astype(np.float32), self.device)[:, None]
+        high = to_device((middle + reach).astype(np.float32), self.device)[:, None]
         above = torch.ge(scores, low, out=flags).sum(dim=1)
         active = above.nonzero()[:, 0]
         if len(active) == 0:
@@ -243,77 +212,6 @@ class _Counter:
         """These pairs, exactly."""
         irrelevant = self.queries.codes[q] != codes[g]
         q, g = q[irrelevant], g[irrelevant]
-        scores = _exact_scores_of_pairs(self.queries.rows, rows, q, g, self.metric)
+        scores = exact_scores_of_pairs(self.queries.rows, rows, q, g, self.metric)
         for row, reached in enumerate((scores >= self.best[q], scores > self.best[q])):
             self.counts[row] += np.bincount(q[reached], minlength=len(self.queries))
-
-
-def _exact_scores_of_pairs(
-    query: np.ndarray, items: np.ndarray, q: np.ndarray, g: np.ndarray, metric: str
-) -> np.ndarray:
-    """``exact_scores`` of the pairs (q, g); once for each pair of distinct rows where many rows are the same."""
-    if len(q) > 16 * PAIRS:  # a collapsed model
-        used_q, q_at = np.unique(q, return_inverse=True)
-        distinct_q, of_q = _distinct(query[used_q])
-        distinct_g, of_g = _distinct(items)
-        if 4 * len(distinct_q) * len(distinct_g) < len(q):
-            a, b = np.indices((len(distinct_q), len(distinct_g))).reshape(2, -1)
-            table = _exact_scores_of_pairs(distinct_q, distinct_g, a, b, metric)
-            return table.reshape(len(distinct_q), -1)[of_q[q_at], of_g[g]]
-    scores = np.empty(len(q))
-    for start in range(0, len(q), PAIRS):
-        part = slice(start, start + PAIRS)
-        scores[part] = exact_scores(query[q[part]], items[g[part]], metric)
-    return scores
-
-
-def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    rows = np.ascontiguousarray(rows)
-    keys = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return rows[first], inverse
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    if not array.flags.writeable:  # torch would warn, though nothing writes to it
-        array = array.copy()
-    return torch.from_numpy(array).to(device)
-
-
-def _query_part(rows: torch.Tensor, metric: str) -> torch.Tensor:
-    return rows if metric == "inner_product" else 2 * rows
-
-
-def _item_part(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return rows.T, None if metric == "inner_product" else -rows.square().sum(dim=1)
-
-
-def _product(
-    query: torch.Tensor, items: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The inner product, or the negative squared distance but for |query|², which is the same in a row."""
-    rows, bias = items
-    return torch.mm(query, rows, out=out) if bias is None else torch.addmm(bias, query, rows, out=out)
-
-
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in float32, whatever the caller has allowed: no autocast, no TF32 or bfloat16 inside."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch < 2.9
-            allowed = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-            try:
-                yield
-            finally:
-                torch.set_float32_matmul_precision(allowed)
-            return
-        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = [backend.fp32_precision for backend in backends]
-        try:
-            for backend in backends:
-                backend.fp32_precision = "ieee"
-            yield
-        finally:
-            for backend, precision in zip(backends, before, strict=True):
-                backend.fp32_precision = precision

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rambo_plugins.evaluation.counting import METRICS, Queries, best_relevant, count_above, rounding
+from rambo_plugins.evaluation.counting import Queries, best_relevant, count_above
 from rambo_plugins.evaluation.embeddings import Embeddings, lengths
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
@@ -25,6 +25,7 @@ from rambo_plugins.evaluation.inputs import (
 )
 from rambo_plugins.evaluation.plan import Plan, make_plan
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.scores import METRICS, rounding
 from rambo_plugins.evaluation.search import exactly, nearest
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
 from rambo_plugins.evaluation.work import WorkFolder, digest

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import faiss
 import numpy as np
 
-from rambo_plugins.evaluation.counting import PAIRS, check_range, exact_scores
 from rambo_plugins.evaluation.embeddings import lengths
+from rambo_plugins.evaluation.scores import PAIRS, check_range, exact_scores
 
 _FAISS = {"inner_product": faiss.METRIC_INNER_PRODUCT, "l2": faiss.METRIC_L2}
 

@@ -1,0 +1,141 @@
+"""Scores of queries and items: by matrix products in float32 on any device, and exactly, pair by pair, in float64.
+
+A score is the inner product, or the negative squared distance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+METRICS = ("inner_product", "l2")
+PAIRS = 8192  # pairs of rows at a time
+_CHUNK = 512  # of them, so that their products stay in the cache
+_ROUNDING = 16  # in float32 epsilons; two ways to add up one score were seen to differ by up to 6, D = 8 to 2048
+
+logger = logging.getLogger("rambo_plugins")
+
+
+def exact_scores(query: np.ndarray, item: np.ndarray, metric: str) -> np.ndarray:
+    """The score of each pair of rows, both (n, D) float32, added up in float64 in one order: (n,) float64.
+
+    The inner product, or the negative squared distance.
+    """
+    scores = np.empty(len(query))
+    for start in range(0, len(query), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        if metric == "inner_product":
+            np.multiply(query[part], item[part], dtype=np.float64).sum(axis=1, out=scores[part])
+        else:
+            difference = np.subtract(query[part], item[part], dtype=np.float64)
+            np.negative(np.square(difference, out=difference).sum(axis=1), out=scores[part])
+    return scores
+
+
+def rounding(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
+    """How far a float32 score of a query may lie from the exact one, (B,) float64; ``largest``: the longest item."""
+    return _ROUNDING * float(np.finfo(np.float32).eps) * _bound(query_lengths, largest, metric)
+
+
+def check_range(query_lengths: np.ndarray, largest: float, metric: str) -> None:
+    if _bound(query_lengths, largest, metric).max(initial=0) > np.finfo(np.float32).max:
+        raise ValueError("the scores of some embeddings overflow float32; scale them down or pass normalize=True")
+
+
+def _bound(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
+    """No score of a query is larger in size, (B,) float64."""
+    return query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
+
+
+def exact_scores_of_pairs(
+    query: np.ndarray, items: np.ndarray, q: np.ndarray, g: np.ndarray, metric: str
+) -> np.ndarray:
+    """``exact_scores`` of the pairs (q, g); once for each pair of distinct rows where many rows are the same."""
+    if len(q) > 16 * PAIRS:  # a collapsed model
+        used_q, q_at = np.unique(q, return_inverse=True)
+        distinct_q, of_q = _distinct(query[used_q])
+        distinct_g, of_g = _distinct(items)
+        if 4 * len(distinct_q) * len(distinct_g) < len(q):
+            a, b = np.indices((len(distinct_q), len(distinct_g))).reshape(2, -1)
+            table = exact_scores_of_pairs(distinct_q, distinct_g, a, b, metric)
+            return table.reshape(len(distinct_q), -1)[of_q[q_at], of_g[g]]
+    scores = np.empty(len(q))
+    for start in range(0, len(q), PAIRS):
+        part = slice(start, start + PAIRS)
+        scores[part] = exact_scores(query[q[part]], items[g[part]], metric)
+    return scores
+
+
+def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.ascontiguousarray(rows)
+    keys = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return rows[first], inverse
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    if not array.flags.writeable:  # torch would warn, though nothing writes to it
+        array = array.copy()
+    return torch.from_numpy(array).to(device)
+
+
+def query_part(rows: torch.Tensor, metric: str) -> torch.Tensor:
+    return rows if metric == "inner_product" else 2 * rows
+
+
+def item_part(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return rows.T, None if metric == "inner_product" else -rows.square().sum(dim=1)
+
+
+def product(
+    query: torch.Tensor, items: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The inner product, or the negative squared distance but for |query|², which is the same in a row."""
+    rows, bias = items
+    return torch.mm(query, rows, out=out) if bias is None else torch.addmm(bias, query, rows, out=out)
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products in float32, whatever the caller has allowed: no autocast, no TF32 or bfloat16 inside."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch < 2.9
+            allowed = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(allowed)
+            return
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before = [backend.fp32_precision for backend in backends]
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+
+
+def in_steps(
+    run: Callable[[slice], None], num: int, step: int, device: torch.device, release: Callable[[], None]
+) -> int:
+    """``run`` for ``step`` of ``num`` rows at a time, halved where the GPU is out of memory; the step in the end."""
+    at = 0
+    while at < num:
+        try:
+            run(slice(at, min(at + step, num)))
+        except torch.cuda.OutOfMemoryError:
+            if step == 1:
+                raise
+            release()
+            step //= 2
+            logger.warning("%s is out of memory: going on with %d queries at a time", device, step)
+        else:
+            at += step
+    return step
