@@ -16,6 +16,7 @@ from rambo_plugins.evaluation import counting as counting_module
 from rambo_plugins.evaluation import plan as plan_module
 from rambo_plugins.evaluation import recall as recall_module
 from rambo_plugins.evaluation import scores as scores_module
+from rambo_plugins.evaluation import search as search_module
 
 
 def oracle(query, query_labels, gallery, gallery_labels, ks, same, metric="inner_product", lone="exclude"):
@@ -110,7 +111,11 @@ def small_integers(draw):
     metric, lone = draw(st.sampled_from(["inner_product", "l2"])), draw(st.sampled_from(["exclude", "miss"]))
     options = {"ks": ks, "metric": metric, "lone": lone}
     map_at_r = draw(st.booleans())
-    how = {"map_at_r": map_at_r, "method": "search" if map_at_r else draw(st.sampled_from(["count", "search"]))}
+    how = {
+        "map_at_r": map_at_r,
+        "method": "search" if map_at_r else draw(st.sampled_from(["count", "search"])),
+        "device": ["cpu"] * draw(st.integers(1, 3)),
+    }
     return rng, rows, labels, options, how
 
 
@@ -119,6 +124,9 @@ def small_blocks(patch, rng):
     plan = plan_module.Plan(*(int(size) for size in rng.integers(1, 6, 3)))
     patch.setattr(recall_module, "make_plan", lambda *arguments: plan)
     patch.setattr(recall_module, "SPARE", 0)
+    if rng.random() < 0.5:  # what a GPU would do
+        patch.setattr(search_module, "_by_faiss", search_module._by_torch)
+        patch.setattr(search_module, "_SCORES", 8)
     for module in (counting_module, scores_module):
         patch.setattr(module, "PAIRS", 4)
     patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
@@ -381,7 +389,7 @@ def test_the_result_reads_and_serialises():
     assert isinstance(result, RecallResult)
     assert (result.ks, result.backend, result.exact, result.num_queries, result.num_gallery) == (
         (1, 10),
-        "faiss flat, cpu",
+        "lists, cpu",
         True,
         4,
         4,
@@ -704,30 +712,42 @@ def test_several_devices_share_the_gallery():
     for devices in ("cpu", ["cpu", "cpu"], [torch.device("cpu")] * 3):
         found = recall_at_k(rows, labels, ks=(3000,), device=devices, max_memory="6M")
         assert found.first_rank[::7].tolist() == expected
+        lists = recall_at_k(rows, labels, ks=(3000,), device=devices, method="search", max_memory="1G")
+        assert lists.first_rank[::7].tolist() == expected
     assert found.backend == "counting, cpu, cpu, cpu"
+    assert lists.backend == "lists, cpu, cpu, cpu"
     with pytest.raises(ValueError, match="device: expected 'cpu', 'cuda'"):
         recall_at_k(rows, labels, device="abacus")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_counts_the_same(monkeypatch):
-    rows, labels = random_case()
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize("method", ["count", "search"])
+def test_a_gpu_finds_the_same(method, metric, monkeypatch):
+    rows, labels = random_case(400)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    assert recall_at_k(rows, labels, ks=(3000,)).first_rank.tolist() == brute_force(rows, labels, range(3000))
+    expected = oracle(rows, labels, rows, labels, (1, 400), metric=metric, same=lambda q, g: q == g)
+    found = recall_at_k(rows, labels, ks=(1, 400), metric=metric, method=method, map_at_r=method == "search")
+    assert "cuda" in found.backend
+    check(found, expected, map_at_r=method == "search")
 
 
-def test_a_device_out_of_memory_halves_the_block_and_says_so(monkeypatch, caplog):
+@pytest.mark.parametrize("method", ["count", "search"])
+def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method, monkeypatch, caplog):
     rows, labels = random_case()
     product = counting_module.product
 
     def small(query, items, out=None):
-        if out is not None and len(query) > 100:
+        if len(query) > 100:
             raise torch.cuda.OutOfMemoryError("no room")
         return product(query, items, out=out)
 
-    monkeypatch.setattr(counting_module, "product", small)
+    for module in (counting_module, search_module):
+        monkeypatch.setattr(module, "product", small)
+    monkeypatch.setattr(search_module, "_by_faiss", search_module._by_torch)
+    monkeypatch.setattr(search_module, "_SCORES", 4096 * 3000)
     with caplog.at_level(logging.WARNING, "rambo_plugins"):
-        found = recall_at_k(rows, labels, ks=(3000,))
+        found = recall_at_k(rows, labels, ks=(3000,), method=method, max_memory="1G")
     assert "cpu is out of memory: going on with 64 queries at a time" in caplog.text
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
 

@@ -1,7 +1,10 @@
 """Sizes of the parts and blocks of an evaluation that keep to the memory it was given."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from rambo_plugins.evaluation.embeddings import Embeddings
 
@@ -17,7 +20,13 @@ class Plan:
     block: int  # items of the gallery, at a time
 
 
-def make_plan(query: Embeddings, gallery: Embeddings, max_memory: int | str | None, length: int | None) -> Plan:
+def make_plan(
+    query: Embeddings,
+    gallery: Embeddings,
+    max_memory: int | str | None,
+    length: int | None,
+    devices: Sequence[torch.device],
+) -> Plan:
     """The sizes for counting; for lists of ``length`` neighbours, if that is given.
 
     Half of the memory is for two matrices of step × block and the pairs that are looked at exactly, half for the
@@ -42,8 +51,9 @@ def make_plan(query: Embeddings, gallery: Embeddings, max_memory: int | str | No
             f"max_memory: {memory:,} bytes are too little for {total:,} labels and blocks of embeddings of dimension "
             f"{gallery.dim}; about {64 * total + 4 * (8 * 64**2 + 4 * 64 * row) + 4 * per_query:,} are needed"
         )
-    if length is not None:  # faiss has no matrix of ours; in memory, one block is best
-        block = gallery.num if gallery.in_memory else max(64, min(65536, left // 4 // row))
+    if length is not None:  # faiss has no matrix of ours; in memory, one block is best for it
+        whole = gallery.in_memory and [device.type for device in devices] == ["cpu"]
+        block = gallery.num if whole else max(64, min(65536, left // 4 // row // len(devices)))
         return Plan(int(queries), int(queries), int(block))
     return Plan(int(queries), size, size)
 

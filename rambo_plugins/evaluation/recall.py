@@ -87,12 +87,12 @@ def recall_at_k(
         sample: search only so many queries, drawn without replacement with ``seed``; ``result.interval`` says how far
             the figures of all queries may lie from theirs.
         method: "count" what lies above the best relevant item, which is as fast for any K; "search" for lists of
-            neighbours with faiss, on the CPU, which MAP@R needs; "auto": search if ``map_at_r``, else count. The result
-            is the same.
+            neighbours, with faiss on the CPU and torch on GPUs, which MAP@R needs; "auto": search if ``map_at_r``, else
+            count. The result is the same.
         max_memory: bytes, or "800M", "4G": what this call takes beyond the embeddings that are in memory already;
             512 MiB by default. It decides the sizes of blocks.
         device: where products are computed, or several of them, which share the gallery; the current CUDA device if
-            there is one, else the CPU. Only counting uses it.
+            there is one, else the CPU.
         work: a folder for finished parts of the queries. The same call with the same folder goes on from them.
         progress: show a bar.
 
@@ -157,7 +157,7 @@ def recall_at_k(
     problem = _Problem(query_rows, query_codes, own_rows, r, gallery_rows, gallery_codes, metric, limit, map_at_r)
     counting = method == "count" or (method == "auto" and not map_at_r)
     length = min(max(limit, int(r[searched].max(initial=0)) if map_at_r else 0) + SPARE, gallery_rows.num)
-    plan = make_plan(query_rows, gallery_rows, max_memory, None if counting else length)
+    plan = make_plan(query_rows, gallery_rows, max_memory, None if counting else length, devices)
     pessimistic = np.full(query_rows.num, limit + 1)
     optimistic = pessimistic.copy()
     average_precision, precision = np.zeros((2, query_rows.num))
@@ -171,9 +171,10 @@ def recall_at_k(
                 bar.update(len(at) * gallery_rows.num)
         else:
             report = (lambda pairs: None) if bar is None else bar.update
-            found = (
-                _count(problem, at, plan, devices, report) if counting else _search(problem, at, length, plan, report)
-            )
+            if counting:
+                found = _count(problem, at, plan, devices, report)
+            else:
+                found = _search(problem, at, length, plan, devices, report)
             if folder is not None:
                 folder.save(part, found)
         pessimistic[at], optimistic[at] = (ranks.astype(np.int64) for ranks in found[:2])
@@ -201,7 +202,7 @@ def recall_at_k(
         num_gallery=gallery_rows.num,
         num_tied=int((pessimistic != optimistic).sum()),
         ks=ks,
-        backend=f"counting, {', '.join(map(str, devices))}" if counting else "faiss flat, cpu",
+        backend=f"{'counting' if counting else 'lists'}, {', '.join(map(str, devices))}",
         seconds=time.perf_counter() - started,
     )
 
@@ -235,8 +236,9 @@ def _count(
 
 
 def _search(
-    problem: _Problem, at: np.ndarray, length: int, plan: Plan, report: Callable[[int], object]
-) -> list[np.ndarray]:
+    problem: _Problem, at: np.ndarray, length: int, plan: Plan, devices: list[torch.device],
+    report: Callable[[int], object],
+) -> list[np.ndarray]:  # fmt: skip
     """The same ranks, and average precision and precision at R if asked, from lists of neighbours."""
     rows, codes, own, r = problem.query.take(at), problem.query_codes[at], problem.own_rows[at], problem.r[at]
     size = lengths(rows)
@@ -252,7 +254,7 @@ def _search(
             some = pending[first : first + batch]
             blocks = problem.gallery.blocks(plan.block)
             told = report if not exact else lambda pairs: None
-            scores, found, largest = nearest(rows[some], own[some], blocks, length, problem.metric, told)
+            scores, found, largest = nearest(rows[some], own[some], blocks, length, problem.metric, devices, told)
             tolerance = rounding(size[some], largest, problem.metric)
             floor = np.full(len(some), -np.inf) if whole else scores[:, -1].astype(np.float64)
             if exact:

@@ -123,7 +123,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def in_steps(
-    run: Callable[[slice], None], num: int, step: int, device: torch.device, release: Callable[[], None]
+    run: Callable[[slice], None],
+    num: int,
+    step: int,
+    device: torch.device,
+    release: Callable[[], None] = lambda: None,
 ) -> int:
     """``run`` for ``step`` of ``num`` rows at a time, halved where the GPU is out of memory; the step in the end."""
     at = 0

@@ -1,14 +1,30 @@
-"""Exact nearest neighbours by faiss on the CPU: one pass over a gallery in blocks, lists without the query itself."""
+"""Exact nearest neighbours, by faiss on the CPU and torch on GPUs: one pass over a gallery in blocks, without the query."""
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import faiss
 import numpy as np
+import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
-from rambo_plugins.evaluation.scores import PAIRS, check_range, exact_scores
+from rambo_plugins.evaluation.scores import (
+    PAIRS,
+    check_range,
+    exact_scores,
+    full_precision,
+    in_steps,
+    item_part,
+    product,
+    query_part,
+    to_device,
+)
 
 _FAISS = {"inner_product": faiss.METRIC_INNER_PRODUCT, "l2": faiss.METRIC_L2}
+_SCORES = 2**26  # that a GPU has at a time
 
 
 def nearest(
@@ -17,6 +33,7 @@ def nearest(
     blocks: Iterable[tuple[int, np.ndarray]],
     k: int,
     metric: str,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
     report: Callable[[int], object] = lambda pairs: None,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """The ``k`` nearest gallery rows of each query other than the query itself, up to the rounding of float32.
@@ -27,6 +44,7 @@ def nearest(
         blocks: the gallery, of N rows: first row, rows (n, D) float32.
         k: neighbours wanted; the whole gallery when k ≥ N.
         metric: "inner_product" or "l2".
+        devices: which search; blocks go to them in turns.
         report: is told the number of pairs after each block.
 
     Returns:
@@ -40,20 +58,30 @@ def nearest(
     size, largest, total = lengths(query), 0.0, 0
     scores: np.ndarray = np.empty((len(query), 0), np.float32)
     rows: np.ndarray = np.empty((len(query), 0), np.int64)
-    for start, block in blocks:
-        longest = float(lengths(block).max())
+
+    def search(device: torch.device, block: tuple[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
+        start, items = block
+        longest = float(lengths(items).max())
         check_range(size, longest, metric)
-        largest, total = max(largest, longest), total + len(block)
-        more, at = faiss.knn(query, block, min(k + 1, len(block)), metric=_FAISS[metric])
-        if metric == "l2":
-            np.negative(more, out=more)
-        at += start
-        if scores.shape[1]:
-            more, at = np.concatenate([scores, more], axis=1), np.concatenate([rows, at], axis=1)
-            best = np.argsort(-more, axis=1, kind="stable")[:, : k + 1]
-            more, at = np.take_along_axis(more, best, 1), np.take_along_axis(at, best, 1)
-        scores, rows = more, at
-        report(len(query) * len(block))
+        by = _by_faiss if device.type == "cpu" else _by_torch
+        found, at = by(query, items, min(k + 1, len(items)), metric, device)
+        return found, at + start, longest
+
+    blocks = iter(blocks)
+    with ThreadPoolExecutor(len(devices)) as pool:
+        while turn := list(itertools.islice(blocks, len(devices))):
+            for more, at, longest in (
+                pool.map(search, devices, turn) if len(turn) > 1 else [search(devices[0], turn[0])]
+            ):
+                largest = max(largest, longest)
+                if scores.shape[1]:
+                    more, at = np.concatenate([scores, more], axis=1), np.concatenate([rows, at], axis=1)
+                    best = np.argsort(-more, axis=1, kind="stable")[:, : k + 1]
+                    more, at = np.take_along_axis(more, best, 1), np.take_along_axis(at, best, 1)
+                scores, rows = more, at
+            seen = sum(len(items) for _, items in turn)
+            total += seen
+            report(len(query) * seen)
     if k >= total:  # the list holds all there is: a query that is not in it must not lose its last neighbour
         scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=-np.inf)
         rows = np.pad(rows, ((0, 0), (0, 1)), constant_values=-1)
@@ -61,6 +89,31 @@ def nearest(
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
     return scores[~drop].reshape(shape), rows[~drop].reshape(shape), largest
+
+
+def _by_faiss(
+    query: np.ndarray, items: np.ndarray, k: int, metric: str, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    scores, rows = faiss.knn(query, items, k, metric=_FAISS[metric])
+    return (-scores if metric == "l2" else scores), rows
+
+
+def _by_torch(
+    query: np.ndarray, items: np.ndarray, k: int, metric: str, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    scores, rows = np.empty((len(query), k), np.float32), np.empty((len(query), k), np.int64)
+
+    def search(part: slice) -> None:
+        found = product(query_part(to_device(query[part], device), metric), items_on_device)
+        if metric == "l2":
+            found -= to_device(query[part], device).square().sum(dim=1)[:, None]
+        values, at = found.topk(k, dim=1)
+        scores[part], rows[part] = values.cpu().numpy(), at.cpu().numpy()
+
+    with full_precision(device):
+        items_on_device = item_part(to_device(items, device), metric)
+        in_steps(search, len(query), max(1, _SCORES // len(items)), device)
+    return scores, rows
 
 
 def exactly(
