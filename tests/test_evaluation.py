@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rambo_plugins.evaluation import RecallCalculator, RecallResult, recall_at_k
+from rambo_plugins.evaluation import ExactKNN, RecallCalculator, RecallResult, recall_at_k
 from rambo_plugins.evaluation import counting as counting_module
 from rambo_plugins.evaluation import plan as plan_module
 from rambo_plugins.evaluation import recall as recall_module
@@ -843,3 +843,57 @@ def test_finished_parts_are_not_done_again(tmp_path, monkeypatch, map_at_r):
 def test_map_at_r_takes_lists():
     with pytest.raises(ValueError, match="method: expected 'search' or 'auto' with map_at_r, got 'count'"):
         recall_at_k(np.eye(3), [0, 0, 1], map_at_r=True, method="count")
+
+
+# --- lists of neighbours ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize("own", [True, False], ids=["among themselves", "separate"])
+def test_the_knn_func_finds_what_a_sort_finds(own, metric, monkeypatch):
+    monkeypatch.setattr(search_module, "_SCORES", 1000)
+    rows, _ = random_case(300)
+    rows[7] = rows[11]
+    query, wide = torch.from_numpy(rows[:120]), rows.astype(np.float64)
+    product = wide[:120] @ wide.T
+    distance = -product if metric == "inner_product" else (wide[:120, None] - wide[None]).__pow__(2).sum(2)
+    excluded = distance.copy()
+    if own:
+        np.fill_diagonal(excluded, np.inf)
+    expected = np.sort(excluded, axis=1)[:, :5]
+    for by in (search_module._by_faiss, search_module._by_torch):
+        monkeypatch.setattr(search_module, "_by_faiss", by)
+        knn = ExactKNN(metric, max_memory="2M")
+        found, at = knn(query, 5, torch.from_numpy(rows), ref_includes_query=own)
+        assert (found.dtype, at.dtype, found.shape, at.shape) == (torch.float32, torch.int64, (120, 5), (120, 5))
+        np.testing.assert_allclose(found if metric == "l2" else -found, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.take_along_axis(distance, at.numpy(), 1), expected, rtol=1e-6, atol=1e-6)
+        assert not own or not (at == torch.arange(120)[:, None]).any()
+
+
+def test_pml_computes_the_same_with_the_knn_func():
+    accuracy_calculator = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
+    rows, labels = random_case(300)
+    query, reference = torch.from_numpy(rows), torch.from_numpy(rows[:200])
+    include = ("precision_at_1", "r_precision", "mean_average_precision_at_r")
+    plain, ours = (
+        accuracy_calculator.AccuracyCalculator(include=include, k="max_bin_count", **options)
+        for options in ({}, {"knn_func": ExactKNN()})
+    )
+    for data in ((query, labels), (query, labels, reference, labels[:200])):
+        assert ours.get_accuracy(*data) == pytest.approx(plain.get_accuracy(*data))
+
+
+def test_the_knn_func_says_what_does_not_fit():
+    query = torch.eye(3)
+    for arguments, message in (
+        ((query, 3, query, True), "k: expected 1 to 2, got 3"),
+        ((query, 0, query), "k: expected 1 to 3, got 0"),
+        ((query, 1, torch.ones(4, 2)), "reference: expected 3 dimensions as in query, got 2"),
+        ((query, 1, query[:2], True), "ref_includes_query: expected 3 references or more, got 2"),
+        ((query * torch.nan, 1, query), "query: 3 of 3 rows have NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ExactKNN()(*arguments)
+    with pytest.raises(ValueError, match="metric: expected one of 'inner_product', 'l2'"):
+        ExactKNN("cosine")

@@ -18,7 +18,7 @@ ALLOWED = {  # what each part may import besides the standard library and itself
     "pml": {"torch", "pytorch_metric_learning", "rambo_plugins.core"},
     "mmdet": {"torch", "mmdet", "mmengine", "rambo_plugins.core"},
     "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
-    "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "pyarrow", "rambo_plugins.core"},
+    "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "PIL", "pyarrow", "rambo_plugins.core"},
     "demo": {
         "torch", "numpy", "scipy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss", "pytorch_metric_learning",
         "rambo_plugins.core", "rambo_plugins.pml", "rambo_plugins.evaluation",

@@ -115,6 +115,68 @@ def test_a_gallery_and_ids(files, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["recall"] == expected.to_dict()["recall"]
 
 
+def save_images(folder, colours):
+    from matplotlib.image import imsave
+
+    for number, colour in enumerate(colours):
+        imsave(folder / f"{number}.png", np.tile(np.uint8(colour), (4, 4, 1)))
+    (folder / "paths.txt").write_text("".join(f"{number}.png\n" for number in range(len(colours))))
+    return ("--query-images", folder / "paths.txt", "--image-root", folder)
+
+
+def test_a_panel_shows_queries_with_their_nearest(files, tmp_path, monkeypatch):
+    from rambo_plugins.evaluation import panel
+
+    values, labels = data()
+    images = save_images(tmp_path, [(number, 100, 200) for number in range(60)])
+    shown = []
+    monkeypatch.setattr(panel, "draw_neighbours", lambda *arguments: shown.append(arguments))
+    options = ("--panel", tmp_path / "p.png", "--panel-queries", 5, "--panel-neighbours", 3, "--seed", 4)
+    assert run(files, *options, *images) == 0
+    ((path, queries, neighbours, relevant, _),) = shown
+    assert path == tmp_path / "p.png"
+    rows = [int(query.stem) for query in queries]
+    assert len(set(rows)) == 5
+    assert rows == sorted(rows)
+    for row, found, right in zip(rows, neighbours, relevant, strict=True):
+        scores = values.astype(float) @ values[row].astype(float)
+        scores[row] = -np.inf
+        expected = np.argsort(-scores)[:3]
+        assert [int(item.stem) for item in found] == expected.tolist()
+        assert right.tolist() == (labels[expected] == labels[row]).tolist()
+
+
+def test_the_panel_frames_what_is_relevant(files, tmp_path, capsys):
+    from matplotlib.image import imread
+
+    images = save_images(tmp_path, [(250, 250, 0)] * 60)
+    options = ("--panel", tmp_path / "p.png", "--panel-queries", 3, "--panel-neighbours", 70)
+    assert run(files, *options, *images) == 0
+    drawn = (255 * imread(tmp_path / "p.png")[..., :3]).round()
+    for frame in ((44, 160, 44), (214, 39, 40)):  # tab:green, tab:red
+        assert (drawn == frame).all(axis=2).sum() > 300
+    (tmp_path / "7.png").write_text("no image")
+    assert run(files, *options, *images, "--json", tmp_path / "a.json") == 2
+    assert "the figures are right, but there is no panel" in capsys.readouterr().err
+    assert json.loads((tmp_path / "a.json").read_text())["num_queries"] == 60
+
+
+def test_a_panel_without_its_images_ends_before_the_search(files, tmp_path, capsys):
+    images = save_images(tmp_path, [(1, 2, 3)] * 60)
+    (tmp_path / "few.txt").write_text("0.png\n")
+    gallery = ("--gallery", tmp_path / "q.npy", "--gallery-labels", tmp_path / "ql.npy")
+    for more, message in (
+        ((), "--panel: expected --query-images with it"),
+        (("--query-images", tmp_path / "few.txt"), "few.txt: expected 60 lines, as labels, got 1"),
+        (images[:2], "no such image; paths are taken from --image-root ."),
+        ((*images, *gallery), "--panel: expected --gallery-images with it"),
+    ):
+        assert run(files, "--panel", tmp_path / "p.png", *more) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
+
+
 def garbage(tmp_path):
     """What is passed beside the good files, and what the one line on it must say."""
     values, labels = data()

@@ -1,7 +1,7 @@
 """Recall@K and MAP@R over large galleries: exact nearest neighbours by faiss, ties broken against the relevant item.
 
 ``recall_at_k`` measures embeddings and labels; ``RecallCalculator`` plugs the same into the testers of
-pytorch-metric-learning.
+pytorch-metric-learning, and ``ExactKNN`` to its own calculator.
 """
 
 try:
@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from rambo_plugins.evaluation.calculator import RecallCalculator
+from rambo_plugins.evaluation.neighbours import ExactKNN
 from rambo_plugins.evaluation.recall import RecallResult, recall_at_k
 
-__all__ = ["RecallCalculator", "RecallResult", "recall_at_k"]
+__all__ = ["ExactKNN", "RecallCalculator", "RecallResult", "recall_at_k"]

@@ -2,9 +2,11 @@
 
     rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
     rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.npy --plot curve.png
+    rambo-recall --query test.npy --query-labels labels.npy --query-images paths.txt --panel neighbours.png
 
 Without ``--gallery`` the queries search among themselves. With ``--work FOLDER`` the same command goes on, after an
-interruption, from the parts that are finished. Bad files and options end in one line on standard error and the exit
+interruption, from the parts that are finished. A panel shows queries, drawn with the seed, and their nearest
+neighbours. Bad files and options end in one line on standard error and the exit
 code 2.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
+from rambo_plugins.evaluation.panel import Panel
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
 from rambo_plugins.evaluation.scores import METRICS
@@ -30,12 +33,13 @@ KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     try:
-        for path in (args.json, args.plot):
+        for path in (args.json, args.plot, args.panel):
             if path is not None:  # before the search, not after it
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
-        if args.plot is not None:
+        if args.plot is not None or args.panel is not None:
             import matplotlib  # noqa: F401
+        panel = None if args.panel is None else Panel(args)
         keys: dict[str, Any] = {name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None}
         result = recall_at_k(
             read_embeddings(args.query),
@@ -61,6 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     if args.plot is not None:
         draw(result, args.plot)
+    if panel is not None:
+        try:
+            panel.draw(args.panel)
+        except (ValueError, OSError) as error:
+            print(f"rambo-recall: error: the figures are right, but there is no panel: {error}", file=sys.stderr)
+            return 2
     if args.work is not None:  # all is written
         remove(args.work)
     return 0
@@ -107,6 +117,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep finished parts here until all is done")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the curve over K to this file")
+    panel = parser.add_argument_group("panel")
+    panel.add_argument("--panel", type=Path, help="draw queries with their nearest neighbours to this file")
+    panel.add_argument("--query-images", type=Path, help=".txt with the path of an image a line, a line a query")
+    panel.add_argument("--gallery-images", type=Path, help="likewise, with --gallery")
+    panel.add_argument("--image-root", type=Path, default=Path(), help="that the paths start from")
+    panel.add_argument("--panel-queries", type=int, default=8, metavar="ROWS")
+    panel.add_argument("--panel-neighbours", type=int, default=10, metavar="COLUMNS")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)
 

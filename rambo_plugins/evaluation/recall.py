@@ -26,7 +26,7 @@ from rambo_plugins.evaluation.inputs import (
 from rambo_plugins.evaluation.plan import Plan, make_plan
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
 from rambo_plugins.evaluation.scores import METRICS, rounding
-from rambo_plugins.evaluation.search import exactly, nearest
+from rambo_plugins.evaluation.search import as_devices, exactly, nearest
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
 from rambo_plugins.evaluation.work import WorkFolder, digest
 
@@ -121,7 +121,7 @@ def recall_at_k(
         raise ValueError("method: expected 'search' or 'auto' with map_at_r, got 'count'")
     if sample is not None and (not isinstance(sample, int) or sample < 1):
         raise ValueError(f"sample: expected a positive number of queries, got {sample!r}")
-    devices = _devices(device)
+    devices = as_devices(device)
     limit = ks[-1]
 
     query_keys = as_keys(query_labels, "query_labels")
@@ -294,18 +294,6 @@ def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: Pl
         "map_at_r": problem.map_at_r,
         "max_memory": plan.queries,
     }
-
-
-def _devices(device: Any) -> list[torch.device]:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    listed = device if isinstance(device, list | tuple) else [device]
-    if not listed:
-        raise ValueError("device: expected at least one, got none")
-    try:
-        return [torch.device(one) for one in listed]
-    except RuntimeError as error:
-        raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
 
 
 def _report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:

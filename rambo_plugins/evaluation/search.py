@@ -1,4 +1,4 @@
-"""Exact nearest neighbours, by faiss on the CPU and torch on GPUs: one pass over a gallery in blocks, without the query."""
+"""Exact nearest neighbours in one pass over a gallery in blocks, by faiss on the CPU and by torch on GPUs."""
 
 from __future__ import annotations
 
@@ -89,6 +89,19 @@ def nearest(
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
     return scores[~drop].reshape(shape), rows[~drop].reshape(shape), largest
+
+
+def as_devices(device: str | torch.device | Sequence[str | torch.device] | None) -> list[torch.device]:
+    """The devices that ``device`` names; the current CUDA device if there is one, else the CPU, for None."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    listed = device if isinstance(device, list | tuple) else [device]
+    if not listed:
+        raise ValueError("device: expected at least one, got none")
+    try:
+        return [torch.device(one) for one in listed]
+    except RuntimeError as error:
+        raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
 
 
 def _by_faiss(
