@@ -752,7 +752,8 @@ def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method,
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
 
 
-def test_low_precision_that_the_caller_allows_stays_outside(monkeypatch):
+@pytest.mark.parametrize("method", ["count", "search"])
+def test_low_precision_that_the_caller_allows_stays_outside(method, monkeypatch):
     rows, labels = random_case(600)
     expected = brute_force(rows, labels, range(600))
     before, product, seen = torch.get_float32_matmul_precision(), counting_module.product, set()
@@ -762,11 +763,14 @@ def test_low_precision_that_the_caller_allows_stays_outside(monkeypatch):
         return product(*arguments, **options)
 
     old = not hasattr(torch.backends.cuda.matmul, "fp32_precision")
-    monkeypatch.setattr(counting_module, "product", noted)
+    for module in (counting_module, search_module):
+        monkeypatch.setattr(module, "product", noted)
+    monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 1)
+    monkeypatch.setattr(search_module, "_by_faiss", search_module._by_torch)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = recall_at_k(rows, labels, ks=(600,))
+            found = recall_at_k(rows, labels, ks=(600,), method=method)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)

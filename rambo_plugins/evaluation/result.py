@@ -1,5 +1,7 @@
 """The outcome of an evaluation: figures, counts and the rank of each query's first relevant item."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ class RecallResult:
     backend: str
     seconds: float
     exact: bool = True
+    check: ApproximationCheck | None = None  # of an approximate search
 
     @property
     def num_lone(self) -> int:
@@ -38,22 +41,20 @@ class RecallResult:
             figures.append(f"MAP@R {100 * self.map_at_r:.2f}")
         sampled = f"{self.num_sampled:,} sampled of " if self.num_sampled < self.num_queries else ""
         return (
-            f"{'  '.join(figures)}  (%; {sampled}{self.num_queries:,} queries, {self.num_gallery:,} in the gallery, "
-            f"{self.num_lone:,} lone, {self.num_tied:,} tied; {self.backend}, {self.seconds:.1f} s)"
+            f"{'' if self.exact else 'approximate: '}{'  '.join(figures)}  (%; {sampled}{self.num_queries:,} queries, "
+            f"{self.num_gallery:,} in the gallery, {self.num_lone:,} lone, {self.num_tied:,} tied; {self.backend}, "
+            f"{self.seconds:.1f} s){'' if self.check is None else f'; {self.check}'}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The figures and counts, ready for JSON: K as strings, None for nan. The arrays stay out."""
 
-        def figure(value: float | None) -> float | None:
-            return None if value is None or math.isnan(value) else value
-
         return {
-            "recall": {str(k): figure(value) for k, value in self.recall.items()},
-            "recall_optimistic": {str(k): figure(value) for k, value in self.recall_optimistic.items()},
-            "interval": {str(k): [figure(bound) for bound in bounds] for k, bounds in self.interval.items()},
-            "map_at_r": figure(self.map_at_r),
-            "r_precision": figure(self.r_precision),
+            "recall": _figures(self.recall),
+            "recall_optimistic": _figures(self.recall_optimistic),
+            "interval": _figures(self.interval),
+            "map_at_r": _figures(self.map_at_r),
+            "r_precision": _figures(self.r_precision),
             "num_queries": self.num_queries,
             "num_sampled": self.num_sampled,
             "num_averaged": self.num_averaged,
@@ -63,8 +64,41 @@ class RecallResult:
             "ks": list(self.ks),
             "backend": self.backend,
             "exact": self.exact,
+            "check": None if self.check is None else _figures(vars(self.check)),
             "seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True)
+class ApproximationCheck:
+    """Approximate and exact Recall@K of the same queries, a random sample of those in the mean; fractions."""
+
+    num_queries: int
+    exact: dict[int, float]
+    interval: dict[int, tuple[float, float]]  # 95 % interval of the exact Recall@K
+    approximate: dict[int, float]
+    gap: dict[int, float]  # approximate − exact
+    gap_interval: dict[int, tuple[float, float]]  # 95 % interval of the gap, from the pairs
+
+    def __str__(self) -> str:
+        def percent(value: float, bounds: tuple[float, float], sign: str = "") -> str:
+            low, high = (f"{100 * bound:{sign}.2f}" for bound in bounds)
+            return f"{100 * value:{sign}.2f} [{low}, {high}]"
+
+        figures = [
+            f"R@{k} exact {percent(value, self.interval[k])}, gap {percent(self.gap[k], self.gap_interval[k], '+')}"
+            for k, value in self.exact.items()
+        ]
+        return f"check on {self.num_queries:,} queries: {'; '.join(figures)}"
+
+
+def _figures(value: Any) -> Any:
+    """As JSON has it: keys as strings, None for nan."""
+    if isinstance(value, dict):
+        return {str(key): _figures(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return [_figures(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:
@@ -75,3 +109,29 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
     middle = (share + z**2 / (2 * num)) / (1 + z**2 / num)
     half = z / (1 + z**2 / num) * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def paired_interval(gained: int, lost: int, num: int) -> tuple[float, float]:
+    """The 95 % score interval of the difference of two shares, (gained − lost) / num (Tango, Stat. Med. 1998).
+
+    Both are seen in the same ``num`` trials, of which ``gained`` count for the first only and ``lost`` for the second
+    only. The δ with (gained − lost − num δ)² ≤ z² num (2q + δ(1 − δ)), q the likeliest probability of a loss given δ;
+    without any gain or loss it is ± z² / (num + z²), not zero. nan without a trial.
+    """
+    if not num:
+        return math.nan, math.nan
+    z = 1.959963984540054
+
+    def inside(delta: float) -> bool:
+        b = (2 * num - gained + lost) * delta - gained - lost
+        q = (math.sqrt(max(0, b**2 + 8 * num * lost * delta * (1 - delta))) - b) / (4 * num)
+        return (gained - lost - num * delta) ** 2 <= z**2 * num * (2 * q + delta * (1 - delta))
+
+    bounds = []
+    for end in (-1.0, 1.0):
+        inner, outer = (gained - lost) / num, end
+        for _ in range(60):
+            middle = (inner + outer) / 2
+            inner, outer = (middle, outer) if inside(middle) else (inner, middle)
+        bounds.append(inner)
+    return bounds[0], bounds[1]

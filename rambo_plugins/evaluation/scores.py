@@ -101,7 +101,10 @@ def product(
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in float32, whatever the caller has allowed: no autocast, no TF32 or bfloat16 inside."""
+    """Products in float32, whatever the caller has allowed: no autocast, no TF32 or bfloat16 inside.
+
+    The settings are the process's: enter it once around threads, which start without autocast, not in each.
+    """
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch < 2.9
             allowed = torch.get_float32_matmul_precision()

@@ -68,7 +68,7 @@ def nearest(
         return found, at + start, longest
 
     blocks = iter(blocks)
-    with ThreadPoolExecutor(len(devices)) as pool:
+    with full_precision(devices[0]), ThreadPoolExecutor(len(devices)) as pool:
         while turn := list(itertools.islice(blocks, len(devices))):
             for more, at, longest in (
                 pool.map(search, devices, turn) if len(turn) > 1 else [search(devices[0], turn[0])]
@@ -123,9 +123,8 @@ def _by_torch(
         values, at = found.topk(k, dim=1)
         scores[part], rows[part] = values.cpu().numpy(), at.cpu().numpy()
 
-    with full_precision(device):
-        items_on_device = item_part(to_device(items, device), metric)
-        in_steps(search, len(query), max(1, _SCORES // len(items)), device)
+    items_on_device = item_part(to_device(items, device), metric)
+    in_steps(search, len(query), max(1, _SCORES // len(items)), device)
     return scores, rows
 
 
