@@ -85,14 +85,14 @@ def check(result, expected, map_at_r=True):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """The shortest first lists; notes (queries, k) of every faiss search."""
+    """The shortest first lists; notes (queries, k) of every search."""
     calls = []
     nearest = recall_module.nearest
     monkeypatch.setattr(recall_module, "SPARE", 0)
 
-    def noted(query, own, blocks, k, *rest):
+    def noted(query, own, blocks, k, *rest, **options):
         calls.append((len(query), k))
-        return nearest(query, own, blocks, k, *rest)
+        return nearest(query, own, blocks, k, *rest, **options)
 
     monkeypatch.setattr(recall_module, "nearest", noted)
     return calls
@@ -119,17 +119,25 @@ def small_integers(draw):
     return rng, rows, labels, options, how
 
 
+def by_torch(query, items, k, metric):
+    """What a GPU would do."""
+    return search_module._by_torch(query, items, k, metric, torch.device("cpu"), torch.float32)
+
+
 def small_blocks(patch, rng):
     """Parts of a few queries, blocks of a few items, short lists, matrix products for small classes too."""
     plan = plan_module.Plan(*(int(size) for size in rng.integers(1, 6, 3)))
     patch.setattr(recall_module, "make_plan", lambda *arguments: plan)
     patch.setattr(recall_module, "SPARE", 0)
-    if rng.random() < 0.5:  # what a GPU would do
-        patch.setattr(search_module, "_by_faiss", search_module._by_torch)
+    if rng.random() < 0.5:
+        patch.setattr(search_module, "_by_faiss", by_torch)
         patch.setattr(search_module, "_SCORES", 8)
     for module in (counting_module, scores_module):
         patch.setattr(module, "PAIRS", 4)
     patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
+    patch.setattr(counting_module, "_WIDE", int(rng.integers(1, 12)))
+    patch.setattr(counting_module, "_DENSE", int(rng.choice([2, 10**9])))  # products in float64 at times, or always
+    patch.setattr(recall_module, "WIDE_BLOCK", int(rng.integers(1, 6)))
 
 
 @pytest.mark.parametrize("short", [True, False], ids=["small blocks", "default"])
@@ -263,10 +271,10 @@ def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
     largest = np.linalg.norm(rows, axis=1).max()
     nearest = recall_module.nearest
 
-    def rounded(query, *rest):
-        scores, found, longest = nearest(query, *rest)
-        size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(np.float32).eps
-        scores = scores + (size * rng.uniform(-3, 3, scores.shape)).astype(np.float32)
+    def rounded(query, *rest, wide):
+        scores, found, longest = nearest(query, *rest, wide=wide)
+        size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(scores.dtype).eps
+        scores = scores + (size * rng.uniform(-3, 3, scores.shape)).astype(scores.dtype)
         order = np.argsort(-scores, axis=1)
         return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
 
@@ -301,17 +309,17 @@ def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch
     check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric), expected, map_at_r=False)
 
 
-@pytest.mark.parametrize("best_irrelevant", [2.0**-10, 0.0])
+@pytest.mark.parametrize("best_irrelevant", [2.0**-26, 0.0])
 def test_what_rounding_kept_out_of_a_list_counts_and_what_it_let_in_does_not(best_irrelevant, monkeypatch):
-    """Scores 1 + c 2^-20, all 1 in float32; the list has the relevant item and one that is worse, a third is left."""
+    """Scores 1 + c 2^-20, as good as 1; the list has the relevant item and one that is worse, a third is left out."""
     query = np.array([[1, 2.0**-20]], dtype=np.float32)
-    gallery = np.array([[1, 2.0**-11], [1, 2.0**-12], [1, best_irrelevant]], dtype=np.float32)
+    gallery = np.array([[1, 2.0**-27], [1, 2.0**-28], [1, best_irrelevant]], dtype=np.float32)
     labels = np.array([7, 8, 8])
     nearest, searches = recall_module.nearest, []
 
-    def by_row(query, own, blocks, k, *rest):
+    def by_row(query, own, blocks, k, *rest, wide):
         searches.append(k)
-        scores, found, longest = nearest(query, own, blocks, len(gallery), *rest)
+        scores, found, longest = nearest(query, own, blocks, len(gallery), *rest, wide=wide)
         order = np.argsort(found, axis=1)[:, :k]
         return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
 
@@ -322,6 +330,28 @@ def test_what_rounding_kept_out_of_a_list_counts_and_what_it_let_in_does_not(bes
     expected = oracle(query, labels[:1], gallery, labels, (1,), same=lambda q, g: False)
     check(result, expected, map_at_r=False)
     assert result.first_rank.tolist() == [0 if best_irrelevant else 1]
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize("classes", [2, 60])
+@pytest.mark.parametrize("noise", [1e-3, 1e-5])
+def test_a_nearly_collapsed_model_is_decided_in_float64(noise, classes, metric, monkeypatch):
+    """Scores that differ by less than float32 can tell; some rows are the same."""
+    rng = np.random.default_rng(5)
+    rows = (np.ones(32) + noise * rng.standard_normal((300, 32))).astype(np.float32)
+    rows[rng.integers(0, 300, 40)] = rows[rng.integers(0, 300, 40)]
+    labels = rng.integers(0, classes, 300)
+    pairs, exact_scores = [], scores_module.exact_scores
+    monkeypatch.setattr(
+        scores_module, "exact_scores", lambda q, *more: [pairs.append(len(q)), exact_scores(q, *more)][1]
+    )
+    expected = oracle(rows, labels, rows, labels, (1, 5), metric=metric, same=lambda q, g: q == g)
+    assert expected["num_tied"] > 0
+    for class_product in (1, 10**6):
+        monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", class_product)
+        check(recall_at_k(rows, labels, ks=(1, 5), metric=metric), expected, map_at_r=False)
+    assert sum(pairs) < 300 * 299 / 4  # and not every pair by itself
+    check(recall_at_k(rows, labels, ks=(1, 5), metric=metric, map_at_r=True), expected)
 
 
 def test_labels_beyond_float32_stay_apart():
@@ -744,7 +774,7 @@ def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method,
 
     for module in (counting_module, search_module):
         monkeypatch.setattr(module, "product", small)
-    monkeypatch.setattr(search_module, "_by_faiss", search_module._by_torch)
+    monkeypatch.setattr(search_module, "_by_faiss", by_torch)
     monkeypatch.setattr(search_module, "_SCORES", 4096 * 3000)
     with caplog.at_level(logging.WARNING, "rambo_plugins"):
         found = recall_at_k(rows, labels, ks=(3000,), method=method, max_memory="1G")
@@ -766,7 +796,7 @@ def test_low_precision_that_the_caller_allows_stays_outside(method, monkeypatch)
     for module in (counting_module, search_module):
         monkeypatch.setattr(module, "product", noted)
     monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 1)
-    monkeypatch.setattr(search_module, "_by_faiss", search_module._by_torch)
+    monkeypatch.setattr(search_module, "_by_faiss", by_torch)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -865,7 +895,7 @@ def test_the_knn_func_finds_what_a_sort_finds(own, metric, monkeypatch):
     if own:
         np.fill_diagonal(excluded, np.inf)
     expected = np.sort(excluded, axis=1)[:, :5]
-    for by in (search_module._by_faiss, search_module._by_torch):
+    for by in (search_module._by_faiss, by_torch):
         monkeypatch.setattr(search_module, "_by_faiss", by)
         knn = ExactKNN(metric, max_memory="2M")
         found, at = knn(query, 5, torch.from_numpy(rows), ref_includes_query=own)

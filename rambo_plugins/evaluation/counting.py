@@ -1,8 +1,8 @@
 """The rank of each query's first relevant item by counting: exact at every K, one number a query, no lists.
 
 First the best relevant score s* of each query from the labels, then one pass over the gallery that counts the
-irrelevant items above it. Matrix products in float32 decide what is far from s*; what lies within their rounding is
-decided pair by pair in float64, where identical items tie exactly. Both passes take the gallery in blocks, and their
+irrelevant items above it. Matrix products in float32 decide what is far from s*, exact scores (``scores.py``) what lies
+within their rounding. Both passes take the gallery in blocks, and their
 outcomes over parts of a gallery combine by maximum and by sum.
 """
 
@@ -29,10 +29,13 @@ from rambo_plugins.evaluation.scores import (
     query_part,
     rounding,
     to_device,
+    wide_product,
 )
 
 Blocks = Iterable[tuple[int, np.ndarray, np.ndarray]]  # first row, rows (n, D) float32, label codes (n,)
 
+_WIDE = 2**20  # scores in float64 at a time
+_DENSE = 64  # more than one pair in so many left open: products in float64 are cheaper than pair by pair
 _CLASS_PRODUCT = 16384  # pairs of one class in a block from which a matrix product is cheaper than pair by pair
 
 
@@ -109,12 +112,27 @@ def _best_of_class(
             scores[inside, where[own[inside]]] = -torch.inf
             top = np.maximum(scores.amax(dim=1).cpu().numpy().astype(np.float64) - shift, best[part])
             low = top - 2 * rounding(size[part], largest, metric) + shift
-            near = (scores >= to_device(low.astype(np.float32), device)[:, None]).nonzero().cpu().numpy()
-            for begin in range(0, len(near), PAIRS):
-                q, g = near[begin : begin + PAIRS].T
-                keep = own[q] != items[g]
-                q, g = part[q[keep]], g[keep]
-                np.maximum.at(best, q, exact_scores(queries.rows[q], item_rows[g], metric))
+            near = scores >= to_device(low.astype(np.float32), device)[:, None]
+            for some in _row_slices(near):
+                if _is_dense(near[some]):
+                    wide = wide_product(queries.rows[part[some]], item_rows, metric, device)
+                    wide.masked_fill_(~near[some], -torch.inf)
+                    top = np.maximum(wide.amax(dim=1).cpu().numpy() - shift[some], best[part[some]])
+                    reach = rounding(size[part[some]], largest, metric, np.float64)
+                    near[some] &= wide >= to_device(top - 2 * reach + shift[some], device)[:, None]
+                q, g = near[some].nonzero().cpu().numpy().T
+                keep = own[some][q] != items[g]
+                q, g = part[some][q[keep]], g[keep]
+                np.maximum.at(best, q, exact_scores_of_pairs(queries.rows, item_rows, q, g, metric))
+
+
+def _row_slices(matrix: torch.Tensor) -> Iterator[slice]:
+    step = max(1, _WIDE // max(1, matrix.shape[1]))
+    yield from (slice(at, at + step) for at in range(0, len(matrix), step))
+
+
+def _is_dense(pairs: torch.Tensor) -> bool:
+    return int(pairs.sum()) * _DENSE > pairs.numel()
 
 
 def count_above(
@@ -204,12 +222,25 @@ class _Counter:
         self.counts[:, queries] += surely.cpu().numpy().astype(np.int64)
         if len(close_rows) < len(active):
             scores, low, high = scores[close_rows], low[close_rows], high[close_rows]
-        close = ((scores >= low) & (scores <= high)).nonzero().cpu().numpy()
-        if len(close):
-            self._count_close(queries[close_rows.cpu().numpy()][close[:, 0]], close[:, 1], rows, codes)
+        close = (scores >= low) & (scores <= high)
+        queries = queries[close_rows.cpu().numpy()]
+        for some in _row_slices(close):
+            self._count_close(queries[some], close[some], rows, codes, largest)
 
-    def _count_close(self, q: np.ndarray, g: np.ndarray, rows: np.ndarray, codes: np.ndarray) -> None:
-        """These pairs, exactly."""
+    def _count_close(
+        self, queries: np.ndarray, close: torch.Tensor, rows: np.ndarray, codes: np.ndarray, largest: float
+    ) -> None:
+        """These pairs, (queries, rows) bool, exactly."""
+        if _is_dense(close):
+            wide = wide_product(self.queries.rows[queries], rows, self.metric, self.device)
+            middle = self.best[queries] + (self.lengths[queries] ** 2 if self.metric == "l2" else 0)
+            reach = rounding(self.lengths[queries], largest, self.metric, np.float64)
+            low, high = (to_device(bound, self.device)[:, None] for bound in (middle - reach, middle + reach))
+            surely = (close & (wide > high)).sum(dim=1)
+            self.counts[:, queries] += surely.cpu().numpy()
+            close &= (wide >= low) & (wide <= high)
+        q, g = close.nonzero().cpu().numpy().T
+        q = queries[q]
         irrelevant = self.queries.codes[q] != codes[g]
         q, g = q[irrelevant], g[irrelevant]
         scores = exact_scores_of_pairs(self.queries.rows, rows, q, g, self.metric)

@@ -33,6 +33,7 @@ from rambo_plugins.evaluation.work import WorkFolder, digest
 LONE = ("exclude", "miss")
 METHODS = ("auto", "count", "search")
 SPARE = 8  # neighbours beyond the last that counts, so that a tie there is seen to end
+WIDE_BLOCK = 4096  # items at a time in float64
 GROWTH = 4  # of the lists of queries that a search leaves open; at least 2, which settles MAP@R
 
 logger = logging.getLogger("rambo_plugins")
@@ -244,7 +245,7 @@ def _search(
     size = lengths(rows)
     outcome = np.zeros((4, len(at)))
     pending = np.arange(len(at))
-    exact = False  # one fast search of all queries, then slower ones of those whose outcome it left open
+    exact = False  # one fast search of all queries, then slower ones in float64 of those whose outcome it left open
     while len(pending):
         length = min(length, problem.gallery.num)
         whole = length == problem.gallery.num
@@ -252,10 +253,12 @@ def _search(
         batch = max(1, plan.queries if not exact else plan.queries * 64 // length)
         for first in range(0, len(pending), batch):
             some = pending[first : first + batch]
-            blocks = problem.gallery.blocks(plan.block)
+            blocks = problem.gallery.blocks(min(plan.block, WIDE_BLOCK) if exact else plan.block)
             told = report if not exact else lambda pairs: None
-            scores, found, largest = nearest(rows[some], own[some], blocks, length, problem.metric, devices, told)
-            tolerance = rounding(size[some], largest, problem.metric)
+            scores, found, largest = nearest(
+                rows[some], own[some], blocks, length, problem.metric, devices, told, wide=exact
+            )
+            tolerance = rounding(size[some], largest, problem.metric, np.float64 if exact else np.float32)
             floor = np.full(len(some), -np.inf) if whole else scores[:, -1].astype(np.float64)
             if exact:
                 floor += tolerance

@@ -1,6 +1,7 @@
-"""Scores of queries and items: by matrix products in float32 on any device, and exactly, pair by pair, in float64.
+"""Scores of queries and items: the inner product, or the negative squared distance.
 
-A score is the inner product, or the negative squared distance.
+Matrix products in float32 on any device come first. What their rounding leaves open goes to products in float64 where
+it is much, as with a nearly collapsed model; what remains is added up pair by pair, where identical items tie exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 METRICS = ("inner_product", "l2")
 PAIRS = 8192  # pairs of rows at a time
 _CHUNK = 512  # of them, so that their products stay in the cache
-_ROUNDING = 16  # in float32 epsilons; two ways to add up one score were seen to differ by up to 6, D = 8 to 2048
+# in epsilons; two ways to add up one score in float32 were seen to differ by up to 6, D = 8 to 2048
+_ROUNDING = {np.dtype(np.float32): 16, np.dtype(np.float64): 64}
 
 logger = logging.getLogger("rambo_plugins")
 
@@ -36,9 +38,11 @@ def exact_scores(query: np.ndarray, item: np.ndarray, metric: str) -> np.ndarray
     return scores
 
 
-def rounding(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray:
-    """How far a float32 score of a query may lie from the exact one, (B,) float64; ``largest``: the longest item."""
-    return _ROUNDING * float(np.finfo(np.float32).eps) * _bound(query_lengths, largest, metric)
+def rounding(
+    query_lengths: np.ndarray, largest: float, metric: str, dtype: type[np.floating] = np.float32
+) -> np.ndarray:
+    """How far a product's score of a query may lie from the exact one, (B,) float64; ``largest``: the longest item."""
+    return _ROUNDING[np.dtype(dtype)] * float(np.finfo(dtype).eps) * _bound(query_lengths, largest, metric)
 
 
 def check_range(query_lengths: np.ndarray, largest: float, metric: str) -> None:
@@ -55,7 +59,7 @@ def exact_scores_of_pairs(
     query: np.ndarray, items: np.ndarray, q: np.ndarray, g: np.ndarray, metric: str
 ) -> np.ndarray:
     """``exact_scores`` of the pairs (q, g); once for each pair of distinct rows where many rows are the same."""
-    if len(q) > 16 * PAIRS:  # a collapsed model
+    if len(q) > 16 * PAIRS:
         used_q, q_at = np.unique(q, return_inverse=True)
         distinct_q, of_q = _distinct(query[used_q])
         distinct_g, of_g = _distinct(items)
@@ -97,6 +101,12 @@ def product(
     """The inner product, or the negative squared distance but for |query|², which is the same in a row."""
     rows, bias = items
     return torch.mm(query, rows, out=out) if bias is None else torch.addmm(bias, query, rows, out=out)
+
+
+def wide_product(query: np.ndarray, items: np.ndarray, metric: str, device: torch.device) -> torch.Tensor:
+    """``product`` of float32 rows in float64."""
+    wide_query, wide_items = (to_device(rows, device).double() for rows in (query, items))
+    return product(query_part(wide_query, metric), item_part(wide_items, metric))
 
 
 @contextlib.contextmanager

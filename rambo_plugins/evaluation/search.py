@@ -12,9 +12,8 @@ import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
 from rambo_plugins.evaluation.scores import (
-    PAIRS,
     check_range,
-    exact_scores,
+    exact_scores_of_pairs,
     full_precision,
     in_steps,
     item_part,
@@ -24,7 +23,7 @@ from rambo_plugins.evaluation.scores import (
 )
 
 _FAISS = {"inner_product": faiss.METRIC_INNER_PRODUCT, "l2": faiss.METRIC_L2}
-_SCORES = 2**26  # that a GPU has at a time
+_SCORES = 2**22  # at a time, by torch
 
 
 def nearest(
@@ -35,8 +34,9 @@ def nearest(
     metric: str,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     report: Callable[[int], object] = lambda pairs: None,
+    wide: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The ``k`` nearest gallery rows of each query other than the query itself, up to the rounding of float32.
+    """The ``k`` nearest gallery rows of each query other than the query itself, up to the rounding of the products.
 
     Args:
         query: (B, D) float32.
@@ -46,25 +46,29 @@ def nearest(
         metric: "inner_product" or "l2".
         devices: which search; blocks go to them in turns.
         report: is told the number of pairs after each block.
+        wide: products in float64, by torch.
 
     Returns:
-        the scores, (B, L) float32, best first, higher is better (L2: the negative squared distance); the gallery rows,
-        (B, L) int64; the length of the longest gallery row. L = min(k, N). A query that is itself in the gallery has
-        only N − 1 others: if k ≥ N its list ends in a score of −inf and a row of −1.
+        the scores, (B, L) float32, or float64 if ``wide``, best first, higher is better (L2: the negative squared
+        distance); the gallery rows, (B, L) int64; the length of the longest gallery row. L = min(k, N). A query that is
+        itself in the gallery has only N − 1 others: if k ≥ N its list ends in a score of −inf and a row of −1.
 
     Raises:
         ValueError: scores beyond the range of float32.
     """
     size, largest, total = lengths(query), 0.0, 0
-    scores: np.ndarray = np.empty((len(query), 0), np.float32)
+    scores: np.ndarray = np.empty((len(query), 0), np.float64 if wide else np.float32)
     rows: np.ndarray = np.empty((len(query), 0), np.int64)
 
     def search(device: torch.device, block: tuple[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
         start, items = block
         longest = float(lengths(items).max())
         check_range(size, longest, metric)
-        by = _by_faiss if device.type == "cpu" else _by_torch
-        found, at = by(query, items, min(k + 1, len(items)), metric, device)
+        length = min(k + 1, len(items))
+        if device.type == "cpu" and not wide:
+            found, at = _by_faiss(query, items, length, metric)
+        else:
+            found, at = _by_torch(query, items, length, metric, device, torch.float64 if wide else torch.float32)
         return found, at + start, longest
 
     blocks = iter(blocks)
@@ -95,7 +99,7 @@ def as_devices(device: str | torch.device | Sequence[str | torch.device] | None)
     """The devices that ``device`` names; the current CUDA device if there is one, else the CPU, for None."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    listed = device if isinstance(device, list | tuple) else [device]
+    listed = [device] if isinstance(device, str | torch.device) else list(device)
     if not listed:
         raise ValueError("device: expected at least one, got none")
     try:
@@ -104,26 +108,26 @@ def as_devices(device: str | torch.device | Sequence[str | torch.device] | None)
         raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
 
 
-def _by_faiss(
-    query: np.ndarray, items: np.ndarray, k: int, metric: str, device: torch.device
-) -> tuple[np.ndarray, np.ndarray]:
+def _by_faiss(query: np.ndarray, items: np.ndarray, k: int, metric: str) -> tuple[np.ndarray, np.ndarray]:
     scores, rows = faiss.knn(query, items, k, metric=_FAISS[metric])
     return (-scores if metric == "l2" else scores), rows
 
 
 def _by_torch(
-    query: np.ndarray, items: np.ndarray, k: int, metric: str, device: torch.device
+    query: np.ndarray, items: np.ndarray, k: int, metric: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    scores, rows = np.empty((len(query), k), np.float32), np.empty((len(query), k), np.int64)
+    scores = np.empty((len(query), k), np.float32 if dtype == torch.float32 else np.float64)
+    rows = np.empty((len(query), k), np.int64)
+    on_device = item_part(to_device(items, device).to(dtype), metric)
 
     def search(part: slice) -> None:
-        found = product(query_part(to_device(query[part], device), metric), items_on_device)
+        mine = to_device(query[part], device).to(dtype)
+        found = product(query_part(mine, metric), on_device)
         if metric == "l2":
-            found -= to_device(query[part], device).square().sum(dim=1)[:, None]
+            found -= mine.square().sum(dim=1)[:, None]
         values, at = found.topk(k, dim=1)
         scores[part], rows[part] = values.cpu().numpy(), at.cpu().numpy()
 
-    items_on_device = item_part(to_device(items, device), metric)
     in_steps(search, len(query), max(1, _SCORES // len(items)), device)
     return scores, rows
 
@@ -135,8 +139,6 @@ def exactly(
     scores = np.full(rows.shape, -np.inf)
     for start, block in blocks:
         q, place = np.nonzero((rows >= start) & (rows < start + len(block)))
-        for first in range(0, len(q), PAIRS):
-            some, at = q[first : first + PAIRS], place[first : first + PAIRS]
-            scores[some, at] = exact_scores(query[some], block[rows[some, at] - start], metric)
+        scores[q, place] = exact_scores_of_pairs(query, block, q, rows[q, place] - start, metric)
     order = np.argsort(-scores, axis=1, kind="stable")
     return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
