@@ -115,6 +115,22 @@ def test_a_gallery_and_ids(files, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["recall"] == expected.to_dict()["recall"]
 
 
+def test_an_approximate_index_is_used_again_and_says_what_it_is(files, tmp_path, capsys):
+    values, labels = data()
+    options = ("--index", "IVF4,Flat", "--parameters", "nprobe=4", "--ks", 1, 5, "--check", 20)
+    outputs = ("--work", tmp_path / "index", "--json", tmp_path / "a.json")
+    for _ in range(2):
+        assert run(files, *options, *outputs) == 0
+        assert "approximate: R@1" in capsys.readouterr().out
+        assert (tmp_path / "index" / "filled.index").exists()
+        written = json.loads((tmp_path / "a.json").read_text())
+        assert written["exact"] is False
+        assert written["check"]["num_queries"] == 20
+        assert written["recall"] == recall_at_k(values, labels, ks=(1, 5)).to_dict()["recall"]  # all lists are probed
+    assert run(files, *options, "--map-at-r") == 2
+    assert capsys.readouterr().err == "rambo-recall: error: --index: goes neither with --map-at-r nor with --sample\n"
+
+
 def save_images(folder, colours):
     from matplotlib.image import imsave
 

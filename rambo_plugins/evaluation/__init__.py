@@ -1,7 +1,8 @@
-"""Recall@K and MAP@R over large galleries: exact nearest neighbours by faiss, ties broken against the relevant item.
+"""Recall@K and MAP@R over large galleries: exact, in bounded memory, ties broken against the relevant item.
 
-``recall_at_k`` measures embeddings and labels; ``RecallCalculator`` plugs the same into the testers of
-pytorch-metric-learning, and ``ExactKNN`` to its own calculator.
+``recall_at_k`` measures embeddings and labels, ``RecallMetric`` gathers them batch by batch on one process or several,
+``approximate_recall_at_k`` uses an approximate index and checks it. ``RecallCalculator`` goes into the testers of
+pytorch-metric-learning, ``ExactKNN`` into its own calculator.
 """
 
 try:
@@ -12,8 +13,17 @@ except ModuleNotFoundError as error:
         '(or, with CUDA, "rambo-plugins[faiss-gpu]")'
     ) from error
 
+from rambo_plugins.evaluation.approximate import approximate_recall_at_k
 from rambo_plugins.evaluation.calculator import RecallCalculator
+from rambo_plugins.evaluation.distributed import RecallMetric
 from rambo_plugins.evaluation.neighbours import ExactKNN
 from rambo_plugins.evaluation.recall import RecallResult, recall_at_k
 
-__all__ = ["ExactKNN", "RecallCalculator", "RecallResult", "recall_at_k"]
+__all__ = [
+    "ExactKNN",
+    "RecallCalculator",
+    "RecallMetric",
+    "RecallResult",
+    "approximate_recall_at_k",
+    "recall_at_k",
+]

@@ -2,12 +2,13 @@
 
     rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
     rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.npy --plot curve.png
+    rambo-recall --query q.npy --query-labels ql.npy --gallery 10m.bvecs --gallery-labels gl.npy \\
+        --index IVF65536_HNSW32,SQ8 --parameters nprobe=64 --work index
     rambo-recall --query test.npy --query-labels labels.npy --query-images paths.txt --panel neighbours.png
 
 Without ``--gallery`` the queries search among themselves. With ``--work FOLDER`` the same command goes on, after an
 interruption, from the parts that are finished. A panel shows queries, drawn with the seed, and their nearest
-neighbours. Bad files and options end in one line on standard error and the exit
-code 2.
+neighbours. Bad files and options end in one line on standard error and the exit code 2.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rambo_plugins.evaluation.approximate import approximate_recall_at_k
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
 from rambo_plugins.evaluation.panel import Panel
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
@@ -41,22 +43,27 @@ def main(argv: list[str] | None = None) -> int:
             import matplotlib  # noqa: F401
         panel = None if args.panel is None else Panel(args)
         keys: dict[str, Any] = {name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None}
-        result = recall_at_k(
-            read_embeddings(args.query),
-            gallery=None if args.gallery is None else read_embeddings(args.gallery),
-            **keys,
-            ks=args.ks,
-            metric=args.metric,
-            normalize=args.normalize,
-            lone=args.lone,
-            map_at_r=args.map_at_r,
-            sample=args.sample,
-            seed=args.seed,
-            max_memory=args.max_memory,
-            device=args.device,
-            work=args.work,
-            progress=not args.quiet,
-        )
+        options: dict[str, Any] = {
+            "ks": args.ks,
+            "metric": args.metric,
+            "normalize": args.normalize,
+            "lone": args.lone,
+            "seed": args.seed,
+            "max_memory": args.max_memory,
+            "device": args.device,
+            "progress": not args.quiet,
+        }
+        if args.index is not None and (args.map_at_r or args.sample is not None):
+            raise ValueError("--index: goes neither with --map-at-r nor with --sample")
+        gallery = None if args.gallery is None else read_embeddings(args.gallery)
+        if args.index is None:
+            exact = {"map_at_r": args.map_at_r, "sample": args.sample, "work": args.work}
+            result = recall_at_k(read_embeddings(args.query), gallery=gallery, **keys, **options, **exact)
+        else:
+            approximate = {"parameters": args.parameters, "check": args.check, "folder": args.work}
+            result = approximate_recall_at_k(
+                read_embeddings(args.query), gallery=gallery, index=args.index, **keys, **options, **approximate
+            )
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"rambo-recall: error: {error}", file=sys.stderr)
         return 2
@@ -71,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             print(f"rambo-recall: error: the figures are right, but there is no panel: {error}", file=sys.stderr)
             return 2
-    if args.work is not None:  # all is written
+    if args.work is not None and args.index is None:  # all is written
         remove(args.work)
     return 0
 
@@ -114,9 +121,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--max-memory", metavar="BYTES", help="800M, 4G: beyond what the files in memory take")
     parser.add_argument("--device", nargs="+", help="cpu, cuda, cuda:1; several share the gallery")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep finished parts here until all is done")
+    parser.add_argument(
+        "--work", type=Path, metavar="FOLDER", help="keep finished parts here until all is done; an --index for good"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the curve over K to this file")
+    approximate = parser.add_argument_group("approximate search, checked against exact search on a sample")
+    approximate.add_argument("--index", metavar="FACTORY", help="of faiss: IVF4096,Flat; IVF65536_HNSW32,PQ64; HNSW32")
+    approximate.add_argument("--parameters", default="", help="of its search: nprobe=16, efSearch=256")
+    approximate.add_argument("--check", type=int, default=1000, metavar="QUERIES", help="that exact search takes too")
     panel = parser.add_argument_group("panel")
     panel.add_argument("--panel", type=Path, help="draw queries with their nearest neighbours to this file")
     panel.add_argument("--query-images", type=Path, help=".txt with the path of an image a line, a line a query")
