@@ -15,10 +15,14 @@ PACKAGE = ROOT / "rambo_plugins"
 STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {  # what each part may import besides the standard library and itself
     "core": {"torch", "numba", "numpy"},
-    "pml": {"torch", "pytorch_metric_learning", "rambo_plugins.core"},
+    "pml": {"torch", "torchvision", "numpy", "PIL", "pytorch_metric_learning", "rambo_plugins.core"},
     "mmdet": {"torch", "mmdet", "mmengine", "rambo_plugins.core"},
     "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "PIL", "pyarrow", "rambo_plugins.core"},
+    "retrieval": {
+        "torch", "torchvision", "timm", "numpy", "PIL", "tqdm", "pytorch_metric_learning", "rambo_plugins.core",
+        "rambo_plugins.pml", "rambo_plugins.evaluation", "rambo_plugins.demo",
+    },
     "demo": {
         "torch", "numpy", "scipy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss", "pytorch_metric_learning",
         "rambo_plugins.core", "rambo_plugins.pml", "rambo_plugins.evaluation",
