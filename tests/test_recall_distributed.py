@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from rambo_plugins.evaluation import distributed, recall_at_k
 from rambo_plugins.evaluation.distributed import RecallMetric
@@ -47,9 +48,10 @@ def problems():
         "many blocks of ties": problem(7, 1200, 2, ks=(1, 10, 1000), metric="l2", max_memory="400K"),
     }
     texts = found["squared distances, counted misses"]
-    texts["labels"] = np.array(["é", "zebra", "ab", "abc", "Ω"])[texts["labels"] % 5]
+    texts["labels"] = np.array(["é", "zebra", "ab", "abc", "Ω"], dtype="U40")[texts["labels"] % 5]
     texts["labels"][0] = "lone"
-    texts["ids"] = np.array([f"{'ü' * (number % 3)}/{number}.jpg" for number in texts["ids"]])
+    texts["ids"] = np.array([f"{'ü' * (number % 3)}/{number}.jpg" for number in texts["ids"]], dtype="U40")
+    texts["labels"][1], texts["ids"][7] = "zebra crossing", texts["ids"][6] + ", the whole name"
     cosines = found["cosines of large and small"]
     cosines["rows"][:35] = cosines["rows"][35:] * np.exp2(np.arange(35) % 5)[:, None].astype(np.float32)
     cosines["labels"] = 2**62 + cosines["labels"]  # all the same as floats
@@ -385,6 +387,14 @@ def member(rank, world, folder):
     notes.step("sizes", lambda: fed(rank, world, **PROBLEMS["many blocks"]).compute() and sizes)
     distributed.count_above = whole
 
+    def by_sampler():
+        case, metric = PROBLEMS["cosines of large and small"], RecallMetric(ks=(1, 4), normalize=True)
+        for at in DistributedSampler(range(len(case["ids"])), seed=3):
+            metric.update(case["rows"][at : at + 1], case["labels"][at : at + 1], case["ids"][at : at + 1])
+        return outcome(metric.compute())
+
+    notes.step("sampler", by_sampler)
+
     def on_its_own():
         metric = RecallMetric(ks=(1,), group=alone)
         metric.update(np.eye(2 + rank), np.zeros(2 + rank, int))
@@ -487,6 +497,12 @@ def test_several_processes_equal_one_and_each_other(name, world, request):
     check(notes[0], name)
     assert notes == notes[:1] * len(notes)
     assert notes[0]["backend"].endswith({"two": ", 2 processes", "four": ", 4 processes"}[world])
+
+
+def test_samples_that_a_distributed_sampler_repeats_count_once(four):
+    assert len(PROBLEMS["cosines of large and small"]["ids"]) % 4
+    for found in four:
+        check(found["sampler"][0], "cosines of large and small")
 
 
 @pytest.mark.parametrize("world", ["two", "four"])
