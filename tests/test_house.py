@@ -20,7 +20,7 @@ ALLOWED = {  # what each part may import besides the standard library and itself
     "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "PIL", "pyarrow", "rambo_plugins.core"},
     "retrieval": {
-        "torch", "torchvision", "timm", "numpy", "PIL", "tqdm", "pytorch_metric_learning", "rambo_plugins.core",
+        "torch", "torchvision", "timm", "numpy", "PIL", "tqdm", "faiss", "pytorch_metric_learning", "rambo_plugins.core",
         "rambo_plugins.pml", "rambo_plugins.evaluation", "rambo_plugins.demo",
     },
     "demo": {
