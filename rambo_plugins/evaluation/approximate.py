@@ -232,7 +232,6 @@ def _ranks(
     limit: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Pessimistic and optimistic rank of the first relevant item of each list, limit + 1 for none and all beyond."""
-    scores = np.where(found >= 0, scores, -np.inf)
     drop = (found == own[:, None]) & (own >= 0)[:, None]
     drop[~drop.any(axis=1), -1] = True
     shape = len(found), found.shape[1] - 1
@@ -297,7 +296,7 @@ class _Index:
             raise ValueError(f"index: expected one that takes rows block by block, in their order, got {factory!r}")
         self._set_parameters()
         self.num_training = 0 if self.index.is_trained else self._training_size(training)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder).resolve()
         if self.folder is not None:
             rows = gallery.take(np.unique(np.linspace(0, gallery.num - 1, 64).astype(np.int64)))
             problem = {
@@ -352,7 +351,8 @@ class _Index:
         ]
         if wrong:
             raise ValueError(
-                f"parameters: expected positive numbers as 'nprobe=16' or 'nprobe=16,quantizer_efSearch=64', got {wrong[0]!r}"
+                "parameters: expected positive numbers as 'nprobe=16' or 'nprobe=16,quantizer_efSearch=64', "
+                f"got {wrong[0]!r}"
             )
         space: Any = faiss.ParameterSpace()
         try:
@@ -406,10 +406,10 @@ class _Index:
                 written = time.monotonic()
 
     def _fill_shards(self) -> None:
-        """The rows that the shards lack, in more of them, each of half the memory."""
+        """The rows that the shards lack, in more of them, each of a quarter of the memory: lists grow by doubling."""
         assert self.folder is not None
         done = max((int(path.stem.split("-")[1]) for path in self.folder.glob("shard-*.index")), default=0)
-        most = self.memory // 2 // (faiss.extract_index_ivf(self.index).code_size + 8)
+        most = self.memory // 4 // (faiss.extract_index_ivf(self.index).code_size + 8)
         for start, rows in self._missing(done):
             stop = start + len(rows)
             with self._errors("add to"):

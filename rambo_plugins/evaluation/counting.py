@@ -19,6 +19,7 @@ import torch
 from rambo_plugins.evaluation.embeddings import lengths
 from rambo_plugins.evaluation.scores import (
     PAIRS,
+    Items,
     check_range,
     exact_scores,
     exact_scores_of_pairs,
@@ -99,6 +100,7 @@ def _best_of_class(
     where = np.full(len(rows), -1)
     where[items] = np.arange(len(items))
     item_rows = rows[items]
+    known = Items(item_rows)
     largest = float(lengths(item_rows).max())
     with full_precision(device):
         items_on_device = item_part(to_device(item_rows, device), metric)
@@ -113,7 +115,7 @@ def _best_of_class(
             top = np.maximum(scores.amax(dim=1).cpu().numpy().astype(np.float64) - shift, best[part])
             low = top - 2 * rounding(size[part], largest, metric) + shift
             near = scores >= to_device(low.astype(np.float32), device)[:, None]
-            for some in _row_slices(near):
+            for some in _row_slices(near, rows.shape[1]):
                 if _is_dense(near[some]):
                     wide = wide_product(queries.rows[part[some]], item_rows, metric, device)
                     wide.masked_fill_(~near[some], -torch.inf)
@@ -123,11 +125,12 @@ def _best_of_class(
                 q, g = near[some].nonzero().cpu().numpy().T
                 keep = own[some][q] != items[g]
                 q, g = part[some][q[keep]], g[keep]
-                np.maximum.at(best, q, exact_scores_of_pairs(queries.rows, item_rows, q, g, metric))
+                np.maximum.at(best, q, exact_scores_of_pairs(queries.rows, known, q, g, metric))
 
 
-def _row_slices(matrix: torch.Tensor) -> Iterator[slice]:
-    step = max(1, _WIDE // max(1, matrix.shape[1]))
+def _row_slices(matrix: torch.Tensor, dim: int) -> Iterator[slice]:
+    """Rows that take no more memory in float64, or pair by pair, than as many items of ``dim`` as there are columns."""
+    step = max(1, min(_WIDE // max(1, matrix.shape[1]), dim // 8))
     yield from (slice(at, at + step) for at in range(0, len(matrix), step))
 
 
@@ -182,9 +185,10 @@ class _Counter:
         largest = float(lengths(rows).max())
         check_range(self.lengths, largest, self.metric)
         items = item_part(to_device(rows, self.device), self.metric)
+        known = Items(rows)
 
         def part(part: slice) -> None:
-            self._count_part(part, start, rows, codes, items, largest)
+            self._count_part(part, start, known, codes, items, largest)
 
         self.step = in_steps(part, len(self.queries), self.step, self.device, self.release)
 
@@ -192,10 +196,10 @@ class _Counter:
         self.buffer = torch.empty(0, device=self.device)
 
     def _count_part(
-        self, part: slice, start: int, rows: np.ndarray, codes: np.ndarray,
+        self, part: slice, start: int, known: Items, codes: np.ndarray,
         items: tuple[torch.Tensor, torch.Tensor | None], largest: float,
     ) -> None:  # fmt: skip
-        num = part.stop - part.start
+        num, rows = part.stop - part.start, known.rows
         if self.buffer.numel() < 2 * num * len(rows):
             self.buffer = torch.empty(2 * num * len(rows), device=self.device)
         scores, flags = self.buffer[: 2 * num * len(rows)].view(2, num, len(rows))
@@ -224,15 +228,15 @@ class _Counter:
             scores, low, high = scores[close_rows], low[close_rows], high[close_rows]
         close = (scores >= low) & (scores <= high)
         queries = queries[close_rows.cpu().numpy()]
-        for some in _row_slices(close):
-            self._count_close(queries[some], close[some], rows, codes, largest)
+        for some in _row_slices(close, known.rows.shape[1]):
+            self._count_close(queries[some], close[some], known, codes, largest)
 
     def _count_close(
-        self, queries: np.ndarray, close: torch.Tensor, rows: np.ndarray, codes: np.ndarray, largest: float
+        self, queries: np.ndarray, close: torch.Tensor, known: Items, codes: np.ndarray, largest: float
     ) -> None:
         """These pairs, (queries, rows) bool, exactly."""
         if _is_dense(close):
-            wide = wide_product(self.queries.rows[queries], rows, self.metric, self.device)
+            wide = wide_product(self.queries.rows[queries], known.rows, self.metric, self.device)
             middle = self.best[queries] + (self.lengths[queries] ** 2 if self.metric == "l2" else 0)
             reach = rounding(self.lengths[queries], largest, self.metric, np.float64)
             low, high = (to_device(bound, self.device)[:, None] for bound in (middle - reach, middle + reach))
@@ -243,6 +247,6 @@ class _Counter:
         q = queries[q]
         irrelevant = self.queries.codes[q] != codes[g]
         q, g = q[irrelevant], g[irrelevant]
-        scores = exact_scores_of_pairs(self.queries.rows, rows, q, g, self.metric)
+        scores = exact_scores_of_pairs(self.queries.rows, known, q, g, self.metric)
         for row, reached in enumerate((scores >= self.best[q], scores > self.best[q])):
             self.counts[row] += np.bincount(q[reached], minlength=len(self.queries))

@@ -7,6 +7,7 @@ it is much, as with a nearly collapsed model; what remains is added up pair by p
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -55,18 +56,32 @@ def _bound(query_lengths: np.ndarray, largest: float, metric: str) -> np.ndarray
     return query_lengths * largest if metric == "inner_product" else (query_lengths + largest) ** 2
 
 
-def exact_scores_of_pairs(
-    query: np.ndarray, items: np.ndarray, q: np.ndarray, g: np.ndarray, metric: str
-) -> np.ndarray:
+class Items:
+    """Rows of a gallery, and, once they are asked for, those among them that differ."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    @functools.cached_property
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct rows, and the number of each row among them."""
+        return _distinct(self.rows)
+
+
+def exact_scores_of_pairs(query: np.ndarray, items: Items, q: np.ndarray, g: np.ndarray, metric: str) -> np.ndarray:
     """``exact_scores`` of the pairs (q, g); once for each pair of distinct rows where many rows are the same."""
-    if len(q) > 16 * PAIRS:
+    if len(q) > PAIRS:
         used_q, q_at = np.unique(q, return_inverse=True)
         distinct_q, of_q = _distinct(query[used_q])
-        distinct_g, of_g = _distinct(items)
+        distinct_g, of_g = items.distinct
         if 4 * len(distinct_q) * len(distinct_g) < len(q):
             a, b = np.indices((len(distinct_q), len(distinct_g))).reshape(2, -1)
-            table = exact_scores_of_pairs(distinct_q, distinct_g, a, b, metric)
-            return table.reshape(len(distinct_q), -1)[of_q[q_at], of_g[g]]
+            table = _one_by_one(distinct_q, distinct_g, a, b, metric).reshape(len(distinct_q), -1)
+            return table[of_q[q_at], of_g[g]]
+    return _one_by_one(query, items.rows, q, g, metric)
+
+
+def _one_by_one(query: np.ndarray, items: np.ndarray, q: np.ndarray, g: np.ndarray, metric: str) -> np.ndarray:
     scores = np.empty(len(q))
     for start in range(0, len(q), PAIRS):
         part = slice(start, start + PAIRS)

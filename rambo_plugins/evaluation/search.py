@@ -12,6 +12,7 @@ import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
 from rambo_plugins.evaluation.scores import (
+    Items,
     check_range,
     exact_scores_of_pairs,
     full_precision,
@@ -139,6 +140,6 @@ def exactly(
     scores = np.full(rows.shape, -np.inf)
     for start, block in blocks:
         q, place = np.nonzero((rows >= start) & (rows < start + len(block)))
-        scores[q, place] = exact_scores_of_pairs(query, block, q, rows[q, place] - start, metric)
+        scores[q, place] = exact_scores_of_pairs(query, Items(block), q, rows[q, place] - start, metric)
     order = np.argsort(-scores, axis=1, kind="stable")
     return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
