@@ -808,6 +808,17 @@ def test_low_precision_that_the_caller_allows_stays_outside(method, monkeypatch)
     assert found.first_rank.tolist() == expected
 
 
+def test_the_default_dtype_of_torch_does_not_matter():
+    rows, labels = random_case(600)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [recall_at_k(rows, labels, ks=(600,), method=method) for method in ("count", "search")]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one in found:
+        assert one.first_rank.tolist() == brute_force(rows, labels, range(600))
+
+
 def test_a_sample_of_the_queries_has_an_interval():
     rows, labels = random_case()
     whole = recall_at_k(rows, labels, ks=(1, 10))

@@ -20,8 +20,9 @@ ALLOWED = {  # what each part may import besides the standard library and itself
     "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "PIL", "pyarrow", "rambo_plugins.core"},
     "retrieval": {
-        "torch", "torchvision", "timm", "numpy", "PIL", "tqdm", "faiss", "pytorch_metric_learning", "rambo_plugins.core",
-        "rambo_plugins.pml", "rambo_plugins.evaluation", "rambo_plugins.demo",
+        "torch", "torchvision", "timm", "numpy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss",
+        "pytorch_metric_learning", "rambo_plugins.core", "rambo_plugins.pml", "rambo_plugins.evaluation",
+        "rambo_plugins.demo",
     },
     "demo": {
         "torch", "numpy", "scipy", "sklearn", "PIL", "matplotlib", "tqdm", "faiss", "pytorch_metric_learning",
@@ -58,6 +59,7 @@ def test_parts_import_the_core_and_one_host(part):
         ("mmdet", "mmdet", 'needs mmdet: pip install "rambo-plugins[mmdet]"'),
         ("detectron2", "detectron2", 'not on PyPI: pip install "rambo-plugins[detectron2]" installs what it needs'),
         ("evaluation", "faiss", 'pip install "rambo-plugins[faiss-cpu]"'),
+        ("retrieval", "torchvision", 'needs torchvision: pip install "rambo-plugins[retrieval]"'),
         ("demo", "matplotlib", 'pip install "rambo-plugins[demo]"'),
     ],
 )  # fmt: skip

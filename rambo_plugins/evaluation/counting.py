@@ -178,7 +178,7 @@ class _Counter:
         self.counts = np.zeros((2, len(queries)), np.int64)
         self.lengths = lengths(queries.rows)
         self.rows = query_part(to_device(queries.rows, device), metric)
-        self.buffer = torch.empty(0, device=device)
+        self.buffer = torch.empty(0, dtype=torch.float32, device=device)
 
     def count(self, block: tuple[int, np.ndarray, np.ndarray]) -> None:
         start, rows, codes = block
@@ -193,7 +193,7 @@ class _Counter:
         self.step = in_steps(part, len(self.queries), self.step, self.device, self.release)
 
     def release(self) -> None:
-        self.buffer = torch.empty(0, device=self.device)
+        self.buffer = torch.empty(0, dtype=torch.float32, device=self.device)
 
     def _count_part(
         self, part: slice, start: int, known: Items, codes: np.ndarray,
@@ -201,7 +201,7 @@ class _Counter:
     ) -> None:  # fmt: skip
         num, rows = part.stop - part.start, known.rows
         if self.buffer.numel() < 2 * num * len(rows):
-            self.buffer = torch.empty(2 * num * len(rows), device=self.device)
+            self.buffer = torch.empty(2 * num * len(rows), dtype=torch.float32, device=self.device)
         scores, flags = self.buffer[: 2 * num * len(rows)].view(2, num, len(rows))
         product(self.rows[part], items, out=scores)
         own = self.queries.own[part] - start

@@ -30,7 +30,8 @@ try:
     from torchvision.transforms import v2
 except ModuleNotFoundError as error:
     raise ImportError(
-        "rambo_plugins.pml.datasets needs torchvision and Pillow: pip install torchvision pillow", name=error.name
+        'rambo_plugins.pml.datasets needs torchvision and Pillow: pip install "rambo-plugins[retrieval]"',
+        name=error.name,
     ) from error
 
 logger = logging.getLogger("rambo_plugins")

@@ -1,0 +1,124 @@
+"""Embeddings of the test images, on one process or several: Recall@K, MAP@R, and files of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils.data import DataLoader
+
+from rambo_plugins.core.distributed import gather_rows, num_processes
+from rambo_plugins.evaluation import recall_at_k
+from rambo_plugins.evaluation.distributed import RecallMetric
+from rambo_plugins.retrieval.data import Data, Images
+from rambo_plugins.retrieval.models import EmbeddingNet
+
+AMP = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH = 128
+
+
+def embed(net: EmbeddingNet, images: Images, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Unit embeddings (B, D), labels (B,) and indices (B,), batch by batch, of every processes-th image."""
+    rank = dist.get_rank() if num_processes() > 1 else 0
+    own = range(rank, len(images), num_processes())
+    dtype = AMP[args.amp]
+    parameter = next(net.parameters())
+    was_training = net.training
+    net.eval()
+    start = 0
+    for batch, labels in DataLoader(images, BATCH, sampler=own, num_workers=args.workers):
+        with torch.no_grad(), torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
+            embeddings = net(batch.to(parameter.device, parameter.dtype))
+        indices = torch.tensor(own[start : start + len(batch)])
+        start += len(batch)
+        yield normalize(embeddings.float()), labels, indices
+    net.train(was_training)
+
+
+def embed_all(net: EmbeddingNet, images: Images, args: argparse.Namespace) -> Tensor:
+    """Unit embeddings (N, D) of all images on every process, on the CPU."""
+    parts = [(embeddings, indices.to(embeddings.device)) for embeddings, _, indices in embed(net, images, args)]
+    size = (0, args.embedding_size)
+    device = next(net.parameters()).device
+    own = torch.cat([torch.empty(size, device=device), *(embeddings for embeddings, _ in parts)])
+    at = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(indices for _, indices in parts)])
+    embeddings, at = gather_rows(own, at)
+    return embeddings[at.argsort()].cpu()
+
+
+def evaluate(
+    net: EmbeddingNet, data: Data, args: argparse.Namespace, group: dist.ProcessGroup | None = None
+) -> dict[str, float | None]:
+    """``recall_at_<K>`` for each K, and ``mean_average_precision_at_r`` with ``--map-at-r``; the same on all processes.
+
+    Args:
+        group: with several processes, one of gloo.
+    """
+    if args.map_at_r:
+        figures = [_with_map_at_r(net, data, args)]
+        if num_processes() > 1:
+            dist.broadcast_object_list(figures, src=0, group=group)
+        return figures[0]
+    metric = RecallMetric(data.ks, normalize=True, group=group, device=next(net.parameters()).device)
+    first = 0
+    for split, images in data.test.items():
+        for embeddings, labels, indices in embed(net, images, args):
+            metric.update(embeddings, labels, indices + first, split=split)
+        first += len(images)
+    return _figures(metric.compute().recall)
+
+
+def _with_map_at_r(net: EmbeddingNet, data: Data, args: argparse.Namespace) -> dict[str, float | None]:
+    rows = {split: embed_all(net, images, args) for split, images in data.test.items()}
+    if num_processes() > 1 and dist.get_rank() > 0:
+        return {}
+    query = "query" if "query" in rows else "both"
+    gallery, gallery_labels = (rows["gallery"], data.test["gallery"].labels) if "gallery" in rows else (None, None)
+    result = recall_at_k(
+        rows[query], data.test[query].labels, gallery, gallery_labels, data.ks, map_at_r=True, device=args.device
+    )
+    return _figures(result.recall) | {"mean_average_precision_at_r": _number(result.map_at_r)}
+
+
+def _figures(recall: dict[int, float]) -> dict[str, float | None]:
+    return {f"recall_at_{k}": _number(value) for k, value in recall.items()}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value  # no query with a relevant image
+
+
+def shown(figures: dict[str, Any]) -> str:
+    """R@K and MAP@R in percent."""
+    names = {"recall_at_": "R@", "mean_average_precision_at_r": "MAP@R"}
+    texts = []
+    for name, value in figures.items():
+        for long, short in names.items():
+            if name.startswith(long) and value is not None:
+                texts.append(f"{name.replace(long, short)} {100 * value:.2f}")
+    return "  ".join(texts) + " (%)"
+
+
+def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace) -> list[Path]:
+    """Writes ``<split>_embeddings.npy``, ``<split>_labels.npy`` and, of image files, ``<split>_images.txt``."""
+    written: list[Path] = []
+    for split, images in data.test.items():
+        embeddings = embed_all(net, images, args)
+        if num_processes() > 1 and dist.get_rank() > 0:
+            continue
+        stem = args.out / ("test" if split == "both" else split)
+        np.save(f"{stem}_embeddings.npy", embeddings.numpy())
+        np.save(f"{stem}_labels.npy", images.labels.numpy())
+        written += [Path(f"{stem}_embeddings.npy"), Path(f"{stem}_labels.npy")]
+        if hasattr(images, "paths"):
+            written.append(Path(f"{stem}_images.txt"))
+            written[-1].write_text("".join(f"{path}\n" for path in images.paths), encoding="utf-8")
+    return written
