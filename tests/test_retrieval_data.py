@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,6 +370,14 @@ class TestFolders:
         assert train.class_names == ["bee", "eel"]
         assert test.class_names == ["ant", "cow", "dog"]
         assert len(train) + len(test) == 15
+
+    def test_a_relative_root_is_one_from_here(self, root, monkeypatch):
+        monkeypatch.chdir(root.parent)
+        for one in ("own", Path("own")):
+            train, test = read_folders(one)
+            images = [dataset[0][0] for dataset in (train, test)]
+            assert [image.shape for image in images] == [(3, 224, 224)] * 2
+            assert all(path.startswith(f"own{os.sep}") for path in train.paths + test.paths)
 
     def test_classes_in_train_and_test_are_logged(self, root, caplog):
         (root / "train").mkdir()

@@ -52,6 +52,7 @@ _GET = {
     "inshop": f"put list_eval_partition.txt and the extracted img.zip of the {_IN_SHOP} of DeepFashion (Liu et al., "
     "CVPR 2016) there",
     "cub": "extract CUB_200_2011.tgz of Caltech-UCSD Birds-200-2011 (Wah et al., 2011) there",
+    "folder": "they were there a moment ago",
 }
 
 
@@ -301,7 +302,11 @@ def read_folders(root: str | os.PathLike[str], *, split_seed: int = 0) -> tuple[
     sides = [side for side in ("train", "test") if (root / side).is_dir()]
     if len(sides) == 1:
         raise FileNotFoundError(f"{root} has {sides[0]}: expected both train and test in it, or neither")
-    found = [(side, *image) for side in sides or [""] for image in _images_below(root / side)]
+    found = [
+        (side, classes, supers, os.path.join(side, path))
+        for side in sides or [""]
+        for classes, supers, path in _images_below(root / side)
+    ]
     split, classes, supers, paths = (np.array(column) for column in zip(*found, strict=True))
     if not sides:
         names = np.unique(classes)
@@ -315,7 +320,7 @@ def read_folders(root: str | os.PathLike[str], *, split_seed: int = 0) -> tuple[
 
 
 def _images_below(folder: Path) -> list[tuple[str, str, str]]:
-    """(class, super class or "", path) of each image, sorted."""
+    """(class, super class or "", path below the folder) of each image, sorted."""
     found: list[tuple[str, ...]] = []
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
@@ -328,7 +333,7 @@ def _images_below(folder: Path) -> list[tuple[str, str, str]]:
         found.append(parts)
     if not found:
         raise FileNotFoundError(f"{folder} has no images ({', '.join(SUFFIXES)}): expected <class>/<image>")
-    return [("/".join(parts[:-1]), "/".join(parts[:-2]), str(folder.joinpath(*parts))) for parts in found]
+    return [("/".join(parts[:-1]), "/".join(parts[:-2]), os.path.join(*parts)) for parts in found]
 
 
 def _find(root: str | os.PathLike[str], names: Sequence[str], dataset: str) -> Path:
