@@ -55,7 +55,7 @@ class Problem:
 
 ALL = ("count", "search", "faiss", "topk", "pml")
 PROBLEMS = {
-    **{f"self-{num}": Problem(num, None, num // 5, SOP_KS, ALL) for num in (2_500, 5_000, 10_000, 20_000, 40_000)},
+    **{f"self-{num}": Problem(num, None, num // 5, SOP_KS, ALL) for num in (5_000, 10_000, 20_000)},
     "sop": Problem(60_502, None, 11_316, SOP_KS, ALL),
     "inshop": Problem(14_218, 12_612, 3_985, (1, 10, 20, 30, 50), ALL),
     "million": Problem(10_000, 1_000_000, 100_000, SOP_KS, ("count", "faiss"), "2G", mapped=True),
