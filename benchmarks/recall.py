@@ -59,6 +59,7 @@ PROBLEMS = {
     "sop": Problem(60_502, None, 11_316, SOP_KS, ALL),
     "inshop": Problem(14_218, 12_612, 3_985, (1, 10, 20, 30, 50), ALL),
     "million": Problem(10_000, 1_000_000, 100_000, SOP_KS, ("count", "faiss"), "2G", mapped=True),
+    "tiny": Problem(300, 400, 50, (1, 10), ALL, mapped=True),  # to see that all runs
 }
 
 
@@ -277,7 +278,9 @@ def draw(outcome: dict[str, Any], path: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument(
+        "--problems", nargs="+", choices=PROBLEMS, default=[name for name in PROBLEMS if name != "tiny"]
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

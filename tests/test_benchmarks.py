@@ -23,6 +23,24 @@ def test_speed(tmp_path):
     assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
+def test_recall(tmp_path):
+    command = [sys.executable, BENCHMARKS / "recall.py", "--problems", "tiny", "--repeats", "1", "--threads", "1"]
+    command += ["--folder", tmp_path, "--out", tmp_path / "recall", "--methods", "count", "faiss", "topk", "pml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((tmp_path / "recall.json").read_text())
+    runs = {run["method"]: run for run in outcome["runs"]}
+    assert set(runs) == {"count", "faiss", "topk", "pml"}
+    assert runs["count"]["recall"] == pytest.approx(runs["topk"]["recall"])
+    assert runs["count"]["recall"]["1"] == pytest.approx(runs["pml"]["recall"]["1"])
+    assert 0 < runs["count"]["recall"]["1"] < runs["count"]["recall"]["10"] < 1
+    assert all(0 < run["seconds"] < 60 and 0 <= run["above"] < 2**30 for run in runs.values())
+    assert "| 300 × 400 |" in done.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "recall.json").read_text()) == outcome  # nothing was run again
+
+
 @pytest.mark.parametrize("toolkit", ["mmdet", "detectron2"])
 def test_detection(tmp_path, toolkit):
     pytest.importorskip(toolkit)

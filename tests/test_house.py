@@ -130,6 +130,19 @@ def test_the_lines_on_detection_in_the_readme_are_the_results_that_are_committed
     assert "{:.0f} ms of {:.1f} s".format(1000 * step["seconds"]["loss rambo"], step["seconds"]["step ce"]) in README
 
 
+@pytest.mark.parametrize("readme", ["README.md", "benchmarks/README.md"])
+def test_the_lines_on_recall_are_the_results_that_are_committed(readme):
+    recall = runpy.run_path(str(ROOT / "benchmarks" / "recall.py"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "recall.json").read_text())
+    text = (ROOT / readme).read_text()
+    printed = recall["markdown"](results)
+    lines = re.findall(r"^\| [\d,]+ × [\d,]+ \| .*s, .*GB.*", text, flags=re.MULTILINE)
+    assert len(lines) > 3
+    assert set(lines) <= set(printed.splitlines())
+    assert re.search(r"by N² from 10,000 × 10,000: \d+ GB, \d+×", printed).group() in text
+    assert re.search(r"[\d.]+ GiB(?= above the interpreter)", printed).group() in text
+
+
 def test_the_test_command_of_the_readme_is_what_ci_runs():
     assert "make test" in README
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"

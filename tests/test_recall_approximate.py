@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rambo_plugins.evaluation import approximate as approximate_module
+from rambo_plugins.evaluation import index as index_module
 from rambo_plugins.evaluation import recall as recall_module
 from rambo_plugins.evaluation.approximate import approximate_recall_at_k
 from rambo_plugins.evaluation.result import paired_interval
@@ -459,7 +460,7 @@ SHARDS = {"ks": (1, 10), "index": "IVF16,Flat", "parameters": "nprobe=2", "max_m
 @pytest.fixture
 def interrupted_write(monkeypatch):
     """A write to the folder, of the given number, ends half way through."""
-    write = approximate_module._write
+    write = index_module._write
 
     def at(number):
         names = []
@@ -471,7 +472,7 @@ def interrupted_write(monkeypatch):
                 raise KeyboardInterrupt
             write(index, path)
 
-        monkeypatch.setattr(approximate_module, "_write", noted)
+        monkeypatch.setattr(index_module, "_write", noted)
         return names
 
     return at
@@ -523,7 +524,7 @@ def test_an_interrupted_graph_goes_on_from_its_last_checkpoint(tmp_path, work, i
     rows, labels = clusters(num=2000, dim=128)
     options = {**SHARDS, "index": "HNSW8", "parameters": "efSearch=16"}
     expected = approximate_recall_at_k(rows, labels, **options)
-    monkeypatch.setattr(approximate_module, "CHECKPOINT", 0)
+    monkeypatch.setattr(index_module, "CHECKPOINT", 0)
     seen = interrupted_write(4)
     work["added"] = []
     with pytest.raises(KeyboardInterrupt):

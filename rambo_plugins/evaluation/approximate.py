@@ -6,22 +6,16 @@ of an IVF index stay on disk. A sample of the queries is searched exactly too: t
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import faiss
 import numpy as np
 import torch
-from faiss.contrib.ondisk import merge_ondisk
 
 from rambo_plugins.evaluation.embeddings import Embeddings
+from rambo_plugins.evaluation.index import Index, bar
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
     as_keys,
@@ -31,20 +25,14 @@ from rambo_plugins.evaluation.inputs import (
     joint_codes,
 )
 from rambo_plugins.evaluation.plan import parse_bytes
-from rambo_plugins.evaluation.recall import LONE, _report_lone, recall_at_k
+from rambo_plugins.evaluation.recall import LONE, recall_at_k, report_lone
 from rambo_plugins.evaluation.result import ApproximationCheck, RecallResult, paired_interval, wilson_interval
 from rambo_plugins.evaluation.scores import METRICS
 from rambo_plugins.evaluation.ties import first_ranks
-from rambo_plugins.evaluation.work import WorkFolder, digest
+from rambo_plugins.evaluation.work import digest
 
 MEMORY = "2G"  # unless max_memory says otherwise
-TRAINING = 65536  # rows to train on, or
-PER_CENTROID = 64  # times the centroids, if that is more
-CHECKPOINT = 600  # seconds of adding after which an index that is filled in memory is written to the folder
 SPARE = 8  # neighbours beyond max(ks), so that a tie there is seen to end
-_FEWEST = 39  # rows a centroid that faiss asks for
-
-logger = logging.getLogger("rambo_plugins")
 
 
 def approximate_recall_at_k(
@@ -161,8 +149,8 @@ def approximate_recall_at_k(
     codes, gallery_codes = joint_codes(query_keys, gallery_keys, "query_labels and gallery_labels")
     relevant = np.bincount(gallery_codes, minlength=codes.max() + 1)[codes]
     relevant -= (own_rows >= 0) & (gallery_codes[own_rows] == codes)
-    used = _Index(index, parameters, metric, gallery_rows, training, seed, memory, folder, progress)
-    _report_lone(np.flatnonzero(relevant == 0), query_rows.num, lone)
+    used = Index(index, parameters, metric, gallery_rows, training, seed, memory, folder, progress)
+    report_lone(np.flatnonzero(relevant == 0), query_rows.num, lone)
 
     averaged = np.arange(query_rows.num) if lone == "miss" else np.flatnonzero(relevant)
     sample_rng = np.random.default_rng(seed).spawn(1)[0]
@@ -192,7 +180,7 @@ def approximate_recall_at_k(
         used.build()
         k = min(limit + SPARE, gallery_rows.num) + 1  # one for the query itself
         batch = max(1, min(4096, memory // 2 // (80 * k + 8 * query_rows.dim)))
-        with _bar(progress, "search", query_rows.num, "query") as report:
+        with bar(progress, "search", query_rows.num, "query") as report:
             for start, rows in query_rows.blocks(batch):
                 some = np.flatnonzero(relevant[start : start + len(rows)])
                 at = start + some
@@ -270,225 +258,3 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (block for _, block in self.rows.blocks(4096))
-
-
-class _Index:
-    """A faiss index of the gallery: made and checked at once, filled by ``build``.
-
-    In a folder: ``trained.index``; then ``shard-{n}.index``, rows up to n of an IVF index, which ``build`` merges; or
-    ``filled.index`` with the first rows, written again and again. At the end only ``filled.index`` is left, and the
-    file of inverted lists that it refers to.
-    """
-
-    def __init__(
-        self, factory: str, parameters: str, metric: str, gallery: Embeddings, training: int | None, seed: int,
-        memory: int, folder: str | Path | None, progress: bool,
-    ) -> None:  # fmt: skip
-        if not isinstance(factory, str) or not isinstance(parameters, str):
-            raise TypeError(f"index, parameters: expected strings, got {factory!r}, {parameters!r}")
-        self.factory, self.parameters, self.metric, self.gallery = factory, parameters, metric, gallery
-        self.seed, self.memory, self.progress = seed, memory, progress
-        self.block = max(64, min(65536, memory // 8 // (4 * gallery.dim)))
-        with self._errors("make"):
-            kind = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
-            self.index = faiss.index_factory(gallery.dim, factory, kind)
-        if isinstance(self.index, faiss.IndexIDMap | faiss.IndexIDMap2 | faiss.IndexNSG):
-            raise ValueError(f"index: expected one that takes rows block by block, in their order, got {factory!r}")
-        self._set_parameters()
-        self.num_training = 0 if self.index.is_trained else self._training_size(training)
-        self.folder = None if folder is None else Path(folder).resolve()
-        if self.folder is not None:
-            rows = gallery.take(np.unique(np.linspace(0, gallery.num - 1, 64).astype(np.int64)))
-            problem = {
-                "index": factory,
-                "metric": metric,
-                "gallery": [gallery.num, gallery.dim, digest(rows)],
-                "training rows": training,
-                "seed": seed,
-            }
-            WorkFolder(self.folder, problem)
-            # named for its contents, so that a copied index never reads the lists of another one
-            self.lists = self.folder / f"lists-{digest(np.array(str(problem)))}.ivf"
-
-    def build(self) -> None:
-        """Trains and fills the index, or reads it."""
-        if self.folder is None:
-            self._train()
-            self._add()
-        else:
-            filled, trained = self.folder / "filled.index", self.folder / "trained.index"
-            if not filled.exists():
-                if trained.exists():
-                    self.index = _read(trained)
-                else:
-                    self._train()
-                    _write(self.index, trained)
-                if _has_plain_lists(self.index):
-                    self._fill_shards()
-                    self._merge(filled)
-            if filled.exists():
-                self.index = _read(filled)
-            if self.index.ntotal < self.gallery.num:
-                self._add(filled)
-                _write(self.index, filled)
-            for path in [trained, *self.folder.glob("shard-*")]:
-                path.unlink(missing_ok=True)
-        self._set_parameters()
-
-    def search(self, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores, best first, higher is better, and gallery rows, −1 where there are no more: (B, k) each."""
-        with self._errors("search"):
-            scores, found = self.index.search(rows, k)
-        return -scores if self.metric == "l2" else scores, found
-
-    def _set_parameters(self) -> None:
-        if not self.parameters:
-            return
-        wrong = [
-            part
-            for part in self.parameters.split(",")
-            if not re.fullmatch(r"\s*\w+=\d+(\.\d*)?\s*", part) or float(part.split("=")[1]) <= 0
-        ]
-        if wrong:
-            raise ValueError(
-                "parameters: expected positive numbers as 'nprobe=16' or 'nprobe=16,quantizer_efSearch=64', "
-                f"got {wrong[0]!r}"
-            )
-        space: Any = faiss.ParameterSpace()
-        try:
-            space.set_index_parameters(self.index, self.parameters)
-        except RuntimeError as error:
-            raise ValueError(
-                f"parameters: {self.factory!r} does not take {self.parameters!r}: {_said(error)}"
-            ) from error
-
-    def _training_size(self, asked: int | None) -> int:
-        ivf = faiss.try_extract_index_ivf(self.index)
-        centroids = 0 if ivf is None else ivf.nlist
-        if ivf is not None and isinstance(faiss.downcast_index(ivf.quantizer), faiss.MultiIndexQuantizer):
-            centroids = 0  # products of few
-        wanted = min(asked or max(TRAINING, PER_CENTROID * centroids), self.gallery.num)
-        fits = self.memory // (2 * 4 * self.gallery.dim)  # faiss may copy them
-        if wanted < centroids:
-            raise ValueError(
-                f"index: {self.factory!r} has {centroids:,} centroids, which need as many rows to train on, better "
-                f"{PER_CENTROID} times as many, got {wanted:,} of a gallery of {self.gallery.num:,}"
-            )
-        if fits < centroids:
-            raise ValueError(
-                f"max_memory: {self.memory:,} bytes hold {fits:,} rows to train on, but {self.factory!r} needs "
-                f"{centroids:,}"
-            )
-        if fits < wanted:
-            logger.warning(
-                "training %s on %d rows, as max_memory allows, instead of %d; faiss asks for %d a centroid",
-                self.factory, fits, wanted, _FEWEST,
-            )  # fmt: skip
-        return min(wanted, fits)
-
-    def _train(self) -> None:
-        if self.index.is_trained:
-            return
-        rng = np.random.default_rng(self.seed)
-        rows = self.gallery.take(np.sort(rng.choice(self.gallery.num, self.num_training, replace=False)))
-        with _bar(self.progress, "train", len(rows), "row") as report, self._errors("train"):
-            self.index.train(rows)
-            report(len(rows))
-
-    def _add(self, filled: Path | None = None) -> None:
-        """The rows that the index lacks; now and then it is written to ``filled``."""
-        written = time.monotonic()
-        for _, rows in self._missing(self.index.ntotal):
-            with self._errors("add to"):
-                self.index.add(rows)
-            if filled is not None and time.monotonic() - written > CHECKPOINT:
-                _write(self.index, filled)
-                written = time.monotonic()
-
-    def _fill_shards(self) -> None:
-        """The rows that the shards lack, in more of them, each of a quarter of the memory: lists grow by doubling."""
-        assert self.folder is not None
-        done = max((int(path.stem.split("-")[1]) for path in self.folder.glob("shard-*.index")), default=0)
-        most = self.memory // 4 // (faiss.extract_index_ivf(self.index).code_size + 8)
-        for start, rows in self._missing(done):
-            stop = start + len(rows)
-            with self._errors("add to"):
-                self.index.add_with_ids(rows, np.arange(start, stop))
-            if self.index.ntotal >= most or stop == self.gallery.num:
-                _write(self.index, self.folder / f"shard-{stop:012d}.index")
-                self.index.reset()
-
-    def _merge(self, filled: Path) -> None:
-        """The inverted lists of the shards in one file each of whose lists is in one piece."""
-        assert self.folder is not None
-        merge_ondisk(self.index, [str(path) for path in sorted(self.folder.glob("shard-*.index"))], str(self.lists))
-        _write(self.index, filled)
-
-    def _missing(self, done: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The gallery but for the first ``done`` rows, in blocks."""
-        if done == self.gallery.num:
-            return
-        with _bar(self.progress, "add", self.gallery.num, "row") as report:
-            for start, rows in self.gallery.blocks(self.block):
-                if start + len(rows) > done:
-                    skipped = max(0, done - start)
-                    yield start + skipped, rows[skipped:]
-                report(len(rows))
-
-    @contextlib.contextmanager
-    def _errors(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise ValueError(f"index: faiss cannot {doing} {self.factory!r}: {_said(error)}") from error
-
-
-def _has_plain_lists(index: Any) -> bool:
-    """Whether it is an IVF index whose lists can be merged on disk, and holds nothing beside them."""
-    while isinstance(index, faiss.IndexPreTransform):
-        index = faiss.downcast_index(index.index)
-    if not isinstance(index, faiss.IndexIVF) or isinstance(index, faiss.IndexIVFPQR):
-        return False
-    return isinstance(_lists(index), faiss.ArrayInvertedLists) and hasattr(faiss, "OnDiskInvertedLists")  # not Windows
-
-
-def _lists(ivf: Any) -> Any:
-    return faiss.downcast_InvertedLists(ivf.invlists)
-
-
-def _read(path: Path) -> Any:
-    try:
-        try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY)
-        except RuntimeError:  # the folder was moved
-            index = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: faiss cannot read it: {_said(error)}; remove the folder") from error
-    ivf = faiss.try_extract_index_ivf(index)
-    if ivf is not None and isinstance(_lists(ivf), getattr(faiss, "OnDiskInvertedLists", ())):
-        _lists(ivf).prefetch_nthread = faiss.omp_get_max_threads()
-    return index
-
-
-def _write(index: Any, path: Path) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    faiss.write_index(index, str(unfinished))
-    os.replace(unfinished, path)
-
-
-def _said(error: RuntimeError) -> str:
-    """faiss's message without the place in its source."""
-    return re.sub(r"^Error in .*? at \S+:\d+: (Error: )?", "", str(error), flags=re.DOTALL)
-
-
-@contextlib.contextmanager
-def _bar(show: bool, what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
-    if not show:
-        yield lambda done: None
-        return
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm") from error
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=True) as bar:
-        yield bar.update

@@ -8,15 +8,14 @@ one process with all rows, exactly. Before every exchange the ranks tell each ot
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from rambo_plugins.evaluation.counting import Queries, best_relevant, count_above
 from rambo_plugins.evaluation.embeddings import as_embeddings
+from rambo_plugins.evaluation.group import Group
 from rambo_plugins.evaluation.inputs import ArrayLike, as_keys, check_choice, check_ks
 from rambo_plugins.evaluation.plan import PART, Plan, parse_bytes
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
@@ -32,8 +32,6 @@ from rambo_plugins.evaluation.scores import METRICS
 SPLITS = ("both", "query", "gallery")
 LONE = ("exclude", "miss")
 _BYTES_PER_ROW = 96  # of all ranks, on every rank, beside labels and ids
-
-T = TypeVar("T")
 
 logger = logging.getLogger("rambo_plugins")
 
@@ -141,7 +139,7 @@ class RecallMetric:
         label_keys = _packed(as_keys(labels, "labels", len(rows)), "labels", self._labels)
         id_keys = None
         if ids is None:
-            num = len(_Group(self.group).ranks)
+            num = len(Group(self.group).ranks)
             if num > 1:
                 raise ValueError(_ids_missing(num))
             if self._ids:
@@ -169,7 +167,7 @@ class RecallMetric:
             RuntimeError: on all ranks: one of several ranks failed, or a process of the group was lost.
         """
         started = time.perf_counter()
-        group = _Group(self.group)
+        group = Group(self.group)
         device = self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         texts = group.gather_texts(json.dumps(self._described(device)))
         headers = {rank: json.loads(text) for rank, text in zip(group.ranks, texts, strict=True)}
@@ -210,7 +208,7 @@ class RecallMetric:
             "ids": _widest(batch.dtype for batch in self._ids),
         }
 
-    def _table(self, group: _Group, headers: Mapping[int, dict[str, Any]]) -> _Table:
+    def _table(self, group: Group, headers: Mapping[int, dict[str, Any]]) -> _Table:
         """The labels, ids and splits of all ranks' rows, brought together on every rank."""
 
         def all_of(batches: list[np.ndarray], dtype: str) -> np.ndarray:
@@ -225,7 +223,7 @@ class RecallMetric:
         return group.together(lambda: _make_table(all_labels, all_ids, all_splits, starts, list(headers)))
 
     def _count(
-        self, group: _Group, source: int, table: _Table, part: np.ndarray, dim: int, plan: Plan, device: torch.device
+        self, group: Group, source: int, table: _Table, part: np.ndarray, dim: int, plan: Plan, device: torch.device
     ) -> np.ndarray:
         """The counts of these queries, whose embeddings ``source`` has, over the gallery of all ranks."""
         first, last = table.starts[group.rank : group.rank + 2]
@@ -424,84 +422,3 @@ def _report_lone(table: _Table, lone: str) -> None:
         )
     if num_lone == num and lone == "exclude":
         logger.warning("no query is left to average over: the figures are nan")
-
-
-class _Group:
-    """The processes that compute together, or this one alone. All methods but for ``together`` take the same steps on
-    every rank and do not fail unless a process is lost."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group, self.ranks, self.rank = group, [0], 0  # ranks: as the default group counts; rank: in this group
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        self.group = dist.group.WORLD if group is None else group
-        self.rank = dist.get_rank(self.group)
-        if self.rank < 0:
-            raise ValueError(f"group: expected one that this process is in, got one without rank {dist.get_rank()}")
-        self.ranks = dist.get_process_group_ranks(self.group)
-        cuda = dist.get_backend(self.group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-    def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this rank; an error on all ranks if it raises on one.
-
-        It is the same error if all have the same, which says what is wrong with the arguments.
-        """
-        error = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        if not self.reduce(np.array([error is not None], np.int64), "MAX")[0]:
-            return result
-        if len(self.ranks) == 1 and error is not None:
-            raise error
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        texts = self.gather_texts(text)
-        if error is not None and set(texts) == {text}:
-            raise error
-        failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text)
-        raise RuntimeError(f"RecallMetric.compute failed on {failed}") from error
-
-    def reduce(self, array: np.ndarray, operation: str) -> np.ndarray:
-        """The "MAX" or "SUM" of all ranks' arrays, of one shape and dtype."""
-        if len(self.ranks) == 1:
-            return array
-        tensor = torch.from_numpy(array).to(self.device)
-        with self._contact():
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=self.group)
-            return tensor.cpu().numpy()
-
-    def broadcast(self, array: np.ndarray, source: int) -> np.ndarray:
-        """The array of the rank ``source``; the others give one of the same shape and dtype, which is overwritten."""
-        if len(self.ranks) == 1 or not array.size:
-            return array
-        as_bytes = array.reshape(-1).view(np.uint8)  # not every backend knows every dtype
-        tensor = torch.from_numpy(as_bytes).to(self.device)
-        with self._contact():
-            dist.broadcast(tensor, self.ranks[source], group=self.group)
-            return tensor.cpu().numpy().view(array.dtype).reshape(array.shape)
-
-    def gather(self, array: np.ndarray) -> list[np.ndarray]:
-        """The arrays (n,) of all ranks, n may differ, of one dtype."""
-        lengths = np.zeros(len(self.ranks), np.int64)
-        lengths[self.rank] = len(array)
-        lengths = self.reduce(lengths, "SUM")
-        return [
-            self.broadcast(array if source == self.rank else np.empty(length, array.dtype), source)
-            for source, length in enumerate(lengths)
-        ]
-
-    def gather_texts(self, text: str) -> list[str]:
-        arrays = self.gather(np.array(list(text.encode("utf-8", "replace")), np.uint8))
-        return [array.tobytes().decode() for array in arrays]
-
-    @contextlib.contextmanager
-    def _contact(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"RecallMetric.compute on rank {self.ranks[self.rank]} lost another process, which ended or did not "
-                f"answer in time: {error}"
-            ) from error

@@ -152,7 +152,7 @@ def recall_at_k(
         chosen[:] = False
         chosen[np.random.default_rng(seed).choice(query_rows.num, sample, replace=False)] = True
     lone_queries = np.flatnonzero(chosen & (r == 0))
-    _report_lone(lone_queries, int(chosen.sum()), lone)
+    report_lone(lone_queries, int(chosen.sum()), lone)
 
     searched = np.flatnonzero(chosen & (r > 0))
     problem = _Problem(query_rows, query_codes, own_rows, r, gallery_rows, gallery_codes, metric, limit, map_at_r)
@@ -299,7 +299,7 @@ def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: Pl
     }
 
 
-def _report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:
+def report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:
     if len(rows):
         logger.warning(
             "%d of %d queries have no relevant item in the gallery (rows %s%s) and are %s",
