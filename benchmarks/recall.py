@@ -272,6 +272,9 @@ def draw(outcome: dict[str, Any], path: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", label=method)
         axes.set(xscale="log", yscale="log", xlabel="N, each against all others, 512-d", ylabel=label)
+        sizes = [PROBLEMS[name].num_queries for name in names]
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
         axes.legend()
     figure.savefig(path, dpi=120)
 

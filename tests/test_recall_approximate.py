@@ -680,3 +680,21 @@ def test_nan_in_a_memory_map_is_found_before_training(tmp_path, work):
             rows[:9], labels[:9], np.load(tmp_path / "rows.npy", mmap_mode="r"), labels, index="IVF8,Flat"
         )
     assert work == {"trained": [], "added": []}
+
+
+def test_storage_in_float16_is_an_exhaustive_search_of_rounded_rows():
+    """ "SQfp16": what half the memory costs is what the check says."""
+    rng = np.random.default_rng(3)
+    labels = np.arange(120) // 3
+    rows = (100 + rng.standard_normal((40, 3))[labels] + 0.2 * rng.standard_normal((120, 3))).astype(np.float32)
+    rounded = rows.astype(np.float16).astype(np.float32)
+    result = approximate_recall_at_k(rows, labels, ks=(1, 5), index="SQfp16", metric="l2", check=120)
+    own = np.arange(120)
+    expected = exact_ranks(rows, labels, rounded, labels, own, 5, "l2")
+    exact = exact_ranks(rows, labels, rows, labels, own, 5, "l2")
+    assert expected != exact
+    assert result.first_rank.tolist() == expected
+    for k in (1, 5):
+        gap = sum(0 < rank <= k for rank in expected) - sum(0 < rank <= k for rank in exact)
+        assert result.check.gap[k] == pytest.approx(gap / 120)
+    assert not result.exact
