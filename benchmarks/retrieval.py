@@ -491,6 +491,23 @@ def markdown(outcome: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(outcome: dict[str, Any]) -> str:
+    """A line a loss, best mean of all figures first: each metric on each data set."""
+    finals = [row for row in outcome["rows"] if not row["change"]]
+    columns = list(itertools.product(outcome["data"], METRICS))
+    by_loss: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for row in finals:
+        for metric in METRICS:
+            by_loss.setdefault(row["loss"], {})[row["data"], metric] = row[metric]
+    lines = [
+        "| loss | " + " | ".join(f"{data} {METRICS[metric]}" for data, metric in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for loss, figures in sorted(by_loss.items(), key=lambda item: -_mean(map(_mean, item[1].values()))):
+        lines.append(f"| {loss} | " + " | ".join(percent(figures.get(column, [])) for column in columns) + " |")
+    return "\n".join(lines)
+
+
 def draw(outcome: dict[str, Any], path: Path) -> None:
     """Mean and interval of each loss, RaMBO's in another colour, a panel for each data set and metric."""
     finals = [row for row in outcome["rows"] if not row["change"]]
@@ -570,7 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no runs in {args.runs}", file=sys.stderr)
         return 1
     write(outcome, args.out)
-    print(markdown(outcome))
+    print(summary(outcome) + "\n\n" + markdown(outcome))
     if failed:
         print(f"{failed} runs failed; the same command tries them again", file=sys.stderr)
     return min(failed, 1)
