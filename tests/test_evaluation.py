@@ -592,6 +592,19 @@ def test_the_calculator_selects_names():
         RecallCalculator(metric="cos")
 
 
+def test_the_calculator_passes_memory_and_devices_on():
+    rows, labels = clusters(0, 30, 3)
+    calculator = RecallCalculator(ks=(1,), map_at_r=False, max_memory="2M", device=["cpu", "cpu"])
+    calculator.get_accuracy(rows, labels)
+    assert calculator.result.backend == "counting, cpu, cpu"
+    with pytest.raises(ValueError, match="max_memory: 100 bytes are too little"):
+        RecallCalculator(max_memory=100).get_accuracy(rows, labels)
+    with pytest.raises(ValueError, match="max_memory: expected bytes"):
+        RecallCalculator(max_memory="much")
+    with pytest.raises(ValueError, match="device: expected"):
+        RecallCalculator(device="abacus")
+
+
 @pytest.mark.parametrize("wrong", ["rows", "labels", "length"])
 def test_the_calculator_wants_the_queries_first_in_the_reference(wrong):
     rows, labels = clusters(0, 30, 3)

@@ -1,15 +1,18 @@
 """``recall_at_k`` in the place of pytorch-metric-learning's AccuracyCalculator, for its testers and their hooks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rambo_plugins.evaluation.embeddings import as_embeddings
 from rambo_plugins.evaluation.inputs import ArrayLike, as_keys, check_choice, check_ks
+from rambo_plugins.evaluation.plan import parse_bytes
 from rambo_plugins.evaluation.recall import LONE, recall_at_k
 from rambo_plugins.evaluation.result import RecallResult
 from rambo_plugins.evaluation.scores import METRICS
+from rambo_plugins.evaluation.search import as_devices
 
 
 class RecallCalculator:
@@ -35,6 +38,8 @@ class RecallCalculator:
         metric: str = "inner_product",
         normalize: bool = False,
         lone: str = "exclude",
+        max_memory: int | str | None = None,
+        device: str | torch.device | Sequence[str | torch.device] | None = None,
         progress: bool = False,
     ) -> None:
         check_choice(metric, "metric", METRICS)
@@ -44,6 +49,9 @@ class RecallCalculator:
         self.metric = metric
         self.normalize = normalize
         self.lone = lone
+        parse_bytes(max_memory)
+        self.max_memory = max_memory
+        self.devices = as_devices(device)
         self.progress = progress
         self.result: RecallResult | None = None
 
@@ -104,6 +112,8 @@ class RecallCalculator:
             normalize=self.normalize,
             lone=self.lone,
             map_at_r="mean_average_precision_at_r" in names,
+            max_memory=self.max_memory,
+            device=self.devices,
             progress=self.progress,
             **ids,
         )
