@@ -421,6 +421,46 @@ def test_margin_is_half_on_each_side():
         assert loss.item() == pytest.approx(expected), margin
 
 
+@pytest.mark.parametrize("rank_plus_grad", [False, True])
+def test_several_margins_are_the_mean_of_the_losses_and_of_their_gradients(problem, rank_plus_grad):
+    scores, relevance = problem
+    options = {"lambda_val": 0.3, "rank_plus_grad": rank_plus_grad}
+    losses, gradients = [], []
+    for margin in (0.0, 0.3, 1.0):
+        leaf = scores.detach().clone().requires_grad_()
+        loss, statistics = rank_loss(leaf, relevance, average_precision_item_loss, margin=margin, **options)
+        loss.backward()
+        losses.append((loss.item(), statistics.mean_r, statistics.zero_gradient))
+        gradients.append(leaf.grad)
+    assert losses[0][0] < losses[1][0] < losses[2][0]
+    leaf = scores.detach().clone().requires_grad_()
+    loss, statistics = rank_loss(leaf, relevance, average_precision_item_loss, margin=[0.0, 0.3, 1.0], **options)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(one for one, _, _ in losses) / 3)
+    torch.testing.assert_close(leaf.grad, sum(gradients) / 3)
+    torch.testing.assert_close(statistics.mean_r, sum(mean for _, mean, _ in losses) / 3)
+    assert torch.equal(statistics.zero_gradient, torch.stack([still for _, _, still in losses]).amin(0))
+
+
+def test_several_random_margins_are_drawn_one_after_the_other(problem):
+    first = RecallLoss(lambda_val=0.3, margin=(0.5, 0.5), generator=torch.Generator().manual_seed(3))(*problem)
+    one = RecallLoss(lambda_val=0.3, margin=0.5, generator=torch.Generator().manual_seed(3))
+    assert first.item() == pytest.approx((one(*problem).item() + one(*problem).item()) / 2)
+
+
+def test_margins_that_are_none_are_refused(problem):
+    for margin, message in (
+        ((), "one or more"),
+        ([0.1, -1.0], "got -1.0"),
+        ([0.1, "a"], "got 'a'"),
+        ("ab", "got 'ab'"),
+    ):
+        with pytest.raises(ValueError, match=f"margin must be .*{message}"):
+            recall_loss(*problem, lambda_val=0.3, margin=margin)
+        with pytest.raises(ValueError, match=f"margin must be .*{message}"):
+            RecallLoss(lambda_val=0.3, margin=margin)
+
+
 def test_random_margin_is_seeded_and_has_the_mean_of_a_half_normal():
     relevance = torch.arange(20_000) < 10_000
     seen = {}

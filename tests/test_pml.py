@@ -457,3 +457,20 @@ class TestTwoProcesses:
 
         torch.testing.assert_close(grad, WORLD * whole_batch_grad(loss_with_constants))
         assert not torch.allclose(grad, WORLD * whole_batch_grad(loss_class(5.0, 0.1, lambda_per="row")))
+
+
+@pytest.mark.parametrize("loss_class", [RamboRecallLoss, RamboAPLoss])
+def test_several_margins_are_the_mean_over_them(loss_class):
+    embeddings = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.arange(24) % 6
+
+    def outcome(margin):
+        leaf = embeddings.clone().requires_grad_()
+        loss = loss_class(lambda_val=4.0, margin=margin)(leaf, labels)
+        loss.backward()
+        return torch.cat([loss.detach()[None], leaf.grad.flatten()])
+
+    torch.testing.assert_close(outcome((0.0, 0.2, 0.6)), (outcome(0.0) + outcome(0.2) + outcome(0.6)) / 3)
+    assert not torch.allclose(outcome(0.0), outcome(0.6))
+    assert "margin" in loss_class(margin=0.1)._record_these
+    assert "margin" not in loss_class(margin=(0.1, 0.2))._record_these  # a record keeper takes numbers

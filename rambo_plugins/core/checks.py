@@ -9,7 +9,7 @@ It is on unless Python runs with ``-O`` or ``check_nan(False)`` was called.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,18 @@ def check_not_negative(name: str, value: float) -> None:
     """A finite number of zero or more."""
     if not _is_number(value) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def check_margin(value: float | Sequence[float]) -> tuple[float, ...]:
+    """A finite number of zero or more, or a sequence of them; all of them."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        check_not_negative("margin", value)
+        return (float(value),)
+    if not value:
+        raise ValueError("margin must be a number or a sequence of one or more, got an empty one")
+    for one in value:
+        check_not_negative("margin", one)
+    return tuple(map(float, value))
 
 
 def _is_number(value: object) -> bool:

@@ -181,7 +181,7 @@ class RankLoss(nn.Module):
         item_loss: ItemLoss,
         *,
         lambda_val: float,
-        margin: float = 0.0,
+        margin: float | Sequence[float] = 0.0,
         reduction: str = "mean",
         normalize: bool = True,
         lambda_per: str = "batch",
@@ -190,7 +190,7 @@ class RankLoss(nn.Module):
     ) -> None:
         super().__init__()
         checks.check_positive("lambda_val", lambda_val)
-        checks.check_not_negative("margin", margin)
+        checks.check_margin(margin)
         checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
         checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
         self.item_loss = item_loss

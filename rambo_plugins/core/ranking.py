@@ -23,7 +23,7 @@ Differentiation", CVPR 2020. These conventions hold everywhere in the package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ class RankStatistics(NamedTuple):
     mean_r: Tensor
     """Mean over the relevant items of r_i, the irrelevant items above."""
     zero_gradient: Tensor
-    """Relevant items whose score has no gradient; all of them when no gradient was asked for."""
+    """Relevant items whose score has no gradient; all of them when no gradient was asked for. With several margins the
+    smallest of their numbers."""
 
 
 def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, normalize: bool = True) -> Tensor:
@@ -92,7 +93,7 @@ def rank_loss(
     item_loss: ItemLoss,
     *,
     lambda_val: float,
-    margin: float = 0.0,
+    margin: float | Sequence[float] = 0.0,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
     item_weights: Tensor | None = None,
@@ -133,7 +134,8 @@ def rank_loss(
         item_loss: ``(rank, rank_plus, num_relevant) -> loss`` of one relevant item, elementwise over float tensors of
             one shape, differentiable in the first two. Other items may be passed as rank 1 of 1, their loss is ignored.
         lambda_val: λ > 0, in units of normalised ranks of the mean loss (see the module).
-        margin: α ≥ 0 (Eq. 14), in units of the scores.
+        margin: α ≥ 0 (Eq. 14), in units of the scores; or several, over which loss and gradient are averaged: a
+            smoother loss, in as many times the time.
         mask: (..., N) bool; items where it is False are not ranked and get no gradient.
         weights: (...) float ≥ 0, w_q, the weight of each row; rows without a relevant item do not count.
         item_weights: (..., N) float ≥ 0, of the relevant items in the mean of their row: v_i = w_i / Σ w_i. Those of
@@ -159,7 +161,7 @@ def rank_loss(
     checks.check_scores(scores, mask)
     checks.check_boolean("relevance", relevance, scores)
     checks.check_positive("lambda_val", lambda_val)
-    checks.check_not_negative("margin", margin)
+    margins = checks.check_margin(margin)
     checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
     checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
     if item_weights is not None:
@@ -193,22 +195,30 @@ def rank_loss(
     if item_weights is not None:
         item_weights = torch.where(relevance, item_weights.reshape(rows.shape).to(values.dtype), 0)
         item_weights = item_weights / rows.spread(_or_one(rows.total(item_weights)))
-    if generator is not None and margin:
-        noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
-        values, margin = values + torch.where(relevance, -margin / 2, margin / 2) * noise, 0.0
-    problem = Problem(
-        values.detach(),
-        relevance,
-        mask,
-        grades,
-        float(margin),
-        lambda_rows[:, None],
-        _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype),
-        rank_plus_grad,
-        needs_grad=torch.is_grad_enabled() and scores.requires_grad,
-    )
-    with torch.autocast(scores.device.type, enabled=False):
-        losses, mean_r, num_still = _RankLoss.apply(values, problem, rows)
+    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype)
+    outcomes = []
+    for one in margins:
+        moved = values
+        if generator is not None and one:
+            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
+            moved, one = values + torch.where(relevance, -one / 2, one / 2) * noise, 0.0
+        problem = Problem(
+            moved.detach(),
+            relevance,
+            mask,
+            grades,
+            one,
+            lambda_rows[:, None],
+            item_gradient,
+            rank_plus_grad,
+            needs_grad=torch.is_grad_enabled() and scores.requires_grad,
+        )
+        with torch.autocast(scores.device.type, enabled=False):
+            outcomes.append(_RankLoss.apply(moved, problem, rows))
+    losses, mean_r, num_still = outcomes[0]
+    if len(outcomes) > 1:
+        losses, mean_r = (torch.stack([outcome[k] for outcome in outcomes]).mean(0) for k in (0, 1))
+        num_still = torch.stack([outcome[2] for outcome in outcomes]).amin(0)
     weighted = losses * row_weights
     weighted = weighted.view(lead) if reduction == "none" else weighted.sum()
     if reduction == "mean":

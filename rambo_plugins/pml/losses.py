@@ -6,6 +6,7 @@ the scores are similarities, or distances with the sign turned. The conventions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class RamboLoss(BaseMetricLossFunction):
     Args:
         item_loss: the loss of one relevant item, see ``rambo_plugins.core.rank_loss``.
         lambda_val: λ > 0, of normalised ranks and of the mean over the queries of the batch.
-        margin: α ≥ 0 (Eq. 14), in units of the distance.
+        margin: α ≥ 0 (Eq. 14), in units of the distance; or several, over which the loss is averaged.
         memory: τ ≥ 0, how many past batches of references to rank as well (§4.3). Needs labels.
         memory_warmup: forward passes before the memory is used.
         normalize, lambda_per, rank_plus_grad: as in ``rambo_plugins.core.rank_loss``; a row is a query.
@@ -63,7 +64,7 @@ class RamboLoss(BaseMetricLossFunction):
         item_loss: ItemLoss,
         *,
         lambda_val: float,
-        margin: float,
+        margin: float | Sequence[float],
         memory: int,
         memory_warmup: int,
         normalize: bool,
@@ -74,7 +75,7 @@ class RamboLoss(BaseMetricLossFunction):
     ) -> None:
         super().__init__(**kwargs)
         checks.check_positive("lambda_val", lambda_val)
-        checks.check_not_negative("margin", margin)
+        checks.check_margin(margin)
         checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
         self.item_loss = item_loss
         self.lambda_val = lambda_val
@@ -84,7 +85,8 @@ class RamboLoss(BaseMetricLossFunction):
         self.lambda_per = lambda_per
         self.rank_plus_grad = rank_plus_grad
         self.distributed_grad = distributed_grad
-        self.add_to_recordable_attributes(list_of_names=["lambda_val", "margin"], is_stat=False)
+        recorded = ["lambda_val"] if isinstance(margin, Sequence) else ["lambda_val", "margin"]  # numbers alone
+        self.add_to_recordable_attributes(list_of_names=recorded, is_stat=False)
         self.add_to_recordable_attributes(
             list_of_names=["mean_r", "share_perfect", "share_zero_gradient"], is_stat=True
         )
@@ -177,7 +179,7 @@ class RamboRecallLoss(RamboLoss):
     def __init__(
         self,
         lambda_val: float = 4.0,
-        margin: float = 0.02,
+        margin: float | Sequence[float] = 0.02,
         weighting: Weighting = "log",
         *,
         memory: int = 0,
@@ -211,7 +213,7 @@ class RamboAPLoss(RamboLoss):
     def __init__(
         self,
         lambda_val: float = 4.0,
-        margin: float = 0.02,
+        margin: float | Sequence[float] = 0.02,
         *,
         memory: int = 0,
         memory_warmup: int = 0,
