@@ -23,7 +23,7 @@ GENERAL: dict[str, Any] = {
 _SMALL: dict[str, Any] = {
     "backbone": "convnet", "embedding_size": 64, "epochs": 6, "steps_per_epoch": 100, "lr": 2e-3, "weight_decay": 0.0,
     "workers": 0,
-    "loss_args": {"lambda_val": 4.0, "margin": 0.3},
+    "loss_args": {"lambda_val": 4.0, "margin": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]},
 }  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {"glyphs": _SMALL, "omniglot": _SMALL}
 
