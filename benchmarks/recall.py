@@ -231,7 +231,7 @@ def markdown(outcome: dict[str, Any]) -> str:
     """A line a problem: seconds and memory of each competitor, and their ratios to counting."""
     medians = summary(outcome["runs"])
     lines = [
-        "| queries × gallery, 512-d | " + " | ".join(METHODS) + " |",
+        "| queries × gallery (512-d) | " + " | ".join(METHODS) + " |",
         "|---|" + "---|" * len(METHODS),
     ]
     for name, by_method in medians.items():

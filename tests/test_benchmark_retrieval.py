@@ -229,7 +229,9 @@ def test_it_writes_the_json_the_tables_and_the_figure(study, capsys):
     }  # fmt: skip
     assert matplotlib.image.imread(study / "out" / "retrieval.png")[..., :3].std() > 0.05
     assert retrieval.main(arguments(study, "--report")) == 0
-    assert capsys.readouterr().out.strip() == retrieval.markdown(outcome)
+    printed = capsys.readouterr().out.strip()
+    assert printed == retrieval.summary(outcome) + "\n\n" + retrieval.markdown(outcome)
+    assert printed.count("| fastap | ") == 1  # a line a loss, in the order of the mean of all figures
 
 
 def test_a_finished_study_runs_nothing_again(study, monkeypatch):

@@ -143,6 +143,24 @@ def test_the_lines_on_recall_are_the_results_that_are_committed(readme):
     assert re.search(r"[\d.]+ GiB(?= above the interpreter)", printed).group() in text
 
 
+def test_the_lines_of_the_retrieval_study_are_the_results_that_are_committed():
+    study = runpy.run_path(str(ROOT / "benchmarks" / "retrieval.py"))
+    outcome = json.loads((ROOT / "benchmarks" / "results" / "retrieval.json").read_text())
+    assert study["summary"](outcome) in README
+    assert study["markdown"](outcome) in (ROOT / "benchmarks" / "README.md").read_text()
+    rows = {(row["data"], row["loss"]): row for row in outcome["rows"] if not row["change"]}
+    for metric, said in (
+        ("mean_average_precision_at_r", "1.5 ± 0.9 and 1.0 ± 0.8"),
+        ("recall_at_1", "0.4 ± 0.6 and 1.4 ± 1.4"),
+    ):
+        gains = []
+        for data in outcome["data"]:
+            best = study["best_of_pml"](outcome["rows"], data, metric)
+            gains.append(study["percent"](study["paired"](rows[data, "rambo-ap-margins"], best, metric)))
+        assert " and ".join(gains) == said
+        assert said in README
+
+
 def test_the_test_command_of_the_readme_is_what_ci_runs():
     assert "make test" in README
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
