@@ -15,19 +15,18 @@ import numpy as np
 import torch
 
 from rambo_plugins.evaluation.embeddings import Embeddings
-from rambo_plugins.evaluation.index import Index, bar
+from rambo_plugins.evaluation.index import Index
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
-    as_keys,
     check_choice,
     check_ks,
-    find_own_rows,
-    joint_codes,
 )
 from rambo_plugins.evaluation.plan import parse_bytes
+from rambo_plugins.evaluation.progress import bar
 from rambo_plugins.evaluation.recall import LONE, recall_at_k, report_lone
 from rambo_plugins.evaluation.result import ApproximationCheck, RecallResult, paired_interval, wilson_interval
 from rambo_plugins.evaluation.scores import METRICS
+from rambo_plugins.evaluation.sides import as_sides
 from rambo_plugins.evaluation.ties import first_ranks
 from rambo_plugins.evaluation.work import digest
 
@@ -128,27 +127,9 @@ def approximate_recall_at_k(
     max_memory = MEMORY if max_memory is None else max_memory
     memory = parse_bytes(max_memory)
 
-    query_keys = as_keys(query_labels, "query_labels")
-    query_rows = Embeddings(query, "query", len(query_keys), normalize)
-    if gallery is None:
-        if gallery_labels is not None or query_ids is not None or gallery_ids is not None:
-            raise ValueError("gallery_labels, query_ids and gallery_ids go with a gallery, but gallery is None")
-        gallery_rows, gallery_keys = query_rows, query_keys
-        own_rows = np.arange(query_rows.num)
-    else:
-        if gallery_labels is None:
-            raise ValueError("gallery: expected gallery_labels with it, got None")
-        gallery_keys = as_keys(gallery_labels, "gallery_labels")
-        gallery_rows = Embeddings(gallery, "gallery", len(gallery_keys), normalize)
-        own_rows = find_own_rows(query_ids, gallery_ids, query_rows.num, gallery_rows.num)
-    if query_rows.dim != gallery_rows.dim:
-        raise ValueError(
-            f"query and gallery: expected the same D, got shapes {(query_rows.num, query_rows.dim)} and "
-            f"{(gallery_rows.num, gallery_rows.dim)}"
-        )
-    codes, gallery_codes = joint_codes(query_keys, gallery_keys, "query_labels and gallery_labels")
-    relevant = np.bincount(gallery_codes, minlength=codes.max() + 1)[codes]
-    relevant -= (own_rows >= 0) & (gallery_codes[own_rows] == codes)
+    sides = as_sides(query, query_labels, gallery, gallery_labels, query_ids, gallery_ids, normalize)
+    query_rows, gallery_rows, own_rows = sides.query, sides.gallery, sides.own_rows
+    codes, gallery_codes, relevant = sides.query_codes, sides.gallery_codes, sides.num_relevant
     used = Index(index, parameters, metric, gallery_rows, training, seed, memory, folder, progress)
     report_lone(np.flatnonzero(relevant == 0), query_rows.num, lone)
 
@@ -190,24 +171,13 @@ def approximate_recall_at_k(
                 )
                 report(len(rows))
 
-    def mean(ranks: np.ndarray, k: int) -> float:
-        return float((ranks <= k).mean()) if len(ranks) else math.nan
-
-    recall = {k: mean(approximate[averaged], k) for k in ks}
-    return RecallResult(
-        recall=recall,
-        recall_optimistic={k: mean(optimistic[averaged], k) for k in ks},
-        interval={k: wilson_interval(share, len(averaged)) for k, share in recall.items()},
-        map_at_r=None,
-        r_precision=None,
-        first_rank=np.where(approximate <= limit, approximate, 0),
+    return RecallResult.of_ranks(
+        approximate,
+        optimistic,
+        ks,
+        len(averaged),
         lone_queries=np.flatnonzero(relevant == 0),
-        num_queries=query_rows.num,
-        num_sampled=query_rows.num,
-        num_averaged=len(averaged),
         num_gallery=gallery_rows.num,
-        num_tied=int((approximate != optimistic).sum()),
-        ks=ks,
         backend=f"faiss {' '.join(filter(None, (index, parameters)))}, cpu",
         seconds=time.perf_counter() - started,
         exact=False,

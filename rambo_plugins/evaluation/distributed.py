@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from rambo_plugins.evaluation.embeddings import as_embeddings
 from rambo_plugins.evaluation.group import Group
 from rambo_plugins.evaluation.inputs import ArrayLike, as_keys, check_choice, check_ks
 from rambo_plugins.evaluation.plan import PART, Plan, parse_bytes
-from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.result import RecallResult
 from rambo_plugins.evaluation.scores import METRICS
 
 SPLITS = ("both", "query", "gallery")
@@ -260,24 +259,13 @@ class RecallMetric:
         lone_queries = np.flatnonzero(table.num_relevant == 0)
         averaged = len(table.queries) - (len(lone_queries) if self.lone == "exclude" else 0)
 
-        def share(per_query: np.ndarray) -> float:
-            return float(per_query.sum() / averaged) if averaged else math.nan
-
-        recall = {k: share(pessimistic <= k) for k in self.ks}
-        return RecallResult(
-            recall=recall,
-            recall_optimistic={k: share(optimistic <= k) for k in self.ks},
-            interval={k: wilson_interval(value, averaged) for k, value in recall.items()},
-            map_at_r=None,
-            r_precision=None,
-            first_rank=np.where(pessimistic <= self.ks[-1], pessimistic, 0),
+        return RecallResult.of_ranks(
+            pessimistic,
+            optimistic,
+            self.ks,
+            averaged,
             lone_queries=lone_queries,
-            num_queries=len(table.queries),
-            num_sampled=len(table.queries),
-            num_averaged=averaged,
             num_gallery=len(table.gallery),
-            num_tied=int((pessimistic != optimistic).sum()),
-            ks=self.ks,
             backend=backend,
             seconds=seconds,
         )

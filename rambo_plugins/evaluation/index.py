@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from faiss.contrib.ondisk import merge_ondisk
 
 from rambo_plugins.evaluation.embeddings import Embeddings
+from rambo_plugins.evaluation.progress import bar
 from rambo_plugins.evaluation.work import WorkFolder, digest
 
 TRAINING = 65536  # rows to train on, or
@@ -233,16 +234,3 @@ def _write(index: Any, path: Path) -> None:
 def _said(error: RuntimeError) -> str:
     """faiss's message without the place in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: (Error: )?", "", str(error), flags=re.DOTALL)
-
-
-@contextlib.contextmanager
-def bar(show: bool, what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
-    if not show:
-        yield lambda done: None
-        return
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm") from error
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=True) as bar:
-        yield bar.update

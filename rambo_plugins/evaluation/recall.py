@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +16,15 @@ from rambo_plugins.evaluation.counting import Queries, best_relevant, count_abov
 from rambo_plugins.evaluation.embeddings import Embeddings, lengths
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
-    as_keys,
     check_choice,
     check_ks,
-    find_own_rows,
-    joint_codes,
 )
 from rambo_plugins.evaluation.plan import Plan, make_plan
-from rambo_plugins.evaluation.result import RecallResult, wilson_interval
+from rambo_plugins.evaluation.progress import bar
+from rambo_plugins.evaluation.result import RecallResult
 from rambo_plugins.evaluation.scores import METRICS, rounding
 from rambo_plugins.evaluation.search import as_devices, exactly, nearest
+from rambo_plugins.evaluation.sides import Sides, as_sides
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
 from rambo_plugins.evaluation.work import WorkFolder, digest
 
@@ -125,104 +123,65 @@ def recall_at_k(
     devices = as_devices(device)
     limit = ks[-1]
 
-    query_keys = as_keys(query_labels, "query_labels")
-    query_rows = Embeddings(query, "query", len(query_keys), normalize)
-    if gallery is None:
-        if gallery_labels is not None or query_ids is not None or gallery_ids is not None:
-            raise ValueError("gallery_labels, query_ids and gallery_ids go with a gallery, but gallery is None")
-        gallery_rows, gallery_keys = query_rows, query_keys
-        own_rows = np.arange(query_rows.num)
-    else:
-        if gallery_labels is None:
-            raise ValueError("gallery: expected gallery_labels with it, got None")
-        gallery_keys = as_keys(gallery_labels, "gallery_labels")
-        gallery_rows = Embeddings(gallery, "gallery", len(gallery_keys), normalize)
-        own_rows = find_own_rows(query_ids, gallery_ids, query_rows.num, gallery_rows.num)
-    if query_rows.dim != gallery_rows.dim:
-        raise ValueError(
-            f"query and gallery: expected the same D, got shapes {(query_rows.num, query_rows.dim)} and "
-            f"{(gallery_rows.num, gallery_rows.dim)}"
-        )
-
-    query_codes, gallery_codes = joint_codes(query_keys, gallery_keys, "query_labels and gallery_labels")
-    r = np.bincount(gallery_codes, minlength=query_codes.max() + 1)[query_codes]
-    r -= (own_rows >= 0) & (gallery_codes[own_rows] == query_codes)
-    chosen = np.ones(query_rows.num, dtype=bool)
-    if sample is not None and sample < query_rows.num:
+    sides = as_sides(query, query_labels, gallery, gallery_labels, query_ids, gallery_ids, normalize)
+    num_queries, num_gallery, r = sides.query.num, sides.gallery.num, sides.num_relevant
+    chosen = np.ones(num_queries, dtype=bool)
+    if sample is not None and sample < num_queries:
         chosen[:] = False
-        chosen[np.random.default_rng(seed).choice(query_rows.num, sample, replace=False)] = True
+        chosen[np.random.default_rng(seed).choice(num_queries, sample, replace=False)] = True
     lone_queries = np.flatnonzero(chosen & (r == 0))
     report_lone(lone_queries, int(chosen.sum()), lone)
 
     searched = np.flatnonzero(chosen & (r > 0))
-    problem = _Problem(query_rows, query_codes, own_rows, r, gallery_rows, gallery_codes, metric, limit, map_at_r)
+    problem = _Problem(**vars(sides), metric=metric, limit=limit, map_at_r=map_at_r)
     counting = method == "count" or (method == "auto" and not map_at_r)
-    length = min(max(limit, int(r[searched].max(initial=0)) if map_at_r else 0) + SPARE, gallery_rows.num)
-    plan = make_plan(query_rows, gallery_rows, max_memory, None if counting else length, devices)
-    pessimistic = np.full(query_rows.num, limit + 1)
+    length = min(max(limit, int(r[searched].max(initial=0)) if map_at_r else 0) + SPARE, num_gallery)
+    plan = make_plan(sides.query, sides.gallery, max_memory, None if counting else length, devices)
+    pessimistic = np.full(num_queries, limit + 1)
     optimistic = pessimistic.copy()
-    average_precision, precision = np.zeros((2, query_rows.num))
+    average_precision, precision = np.zeros((2, num_queries))
     folder = None if work is None else WorkFolder(work, _described(problem, searched, counting, plan))
-    bar = _bar(len(searched) * gallery_rows.num) if progress else None
-    for part, start in enumerate(range(0, len(searched), plan.queries)):
-        at = searched[start : start + plan.queries]
-        found = None if folder is None else folder.load(part, len(at))
-        if found is not None:
-            if bar is not None:
-                bar.update(len(at) * gallery_rows.num)
-        else:
-            report = (lambda pairs: None) if bar is None else bar.update
-            if counting:
-                found = _count(problem, at, plan, devices, report)
+    with bar(progress, "recall", len(searched) * num_gallery, "pair") as report:
+        for part, start in enumerate(range(0, len(searched), plan.queries)):
+            at = searched[start : start + plan.queries]
+            found = None if folder is None else folder.load(part, len(at))
+            if found is not None:
+                report(len(at) * num_gallery)
             else:
-                found = _search(problem, at, length, plan, devices, report)
-            if folder is not None:
-                folder.save(part, found)
-        pessimistic[at], optimistic[at] = (ranks.astype(np.int64) for ranks in found[:2])
-        average_precision[at], precision[at] = found[2:] if map_at_r else (0, 0)
-    if bar is not None:
-        bar.close()
+                if counting:
+                    found = _count(problem, at, plan, devices, report)
+                else:
+                    found = _search(problem, at, length, plan, devices, report)
+                if folder is not None:
+                    folder.save(part, found)
+            pessimistic[at], optimistic[at] = (ranks.astype(np.int64) for ranks in found[:2])
+            average_precision[at], precision[at] = found[2:] if map_at_r else (0, 0)
 
     averaged = int(chosen.sum()) - (len(lone_queries) if lone == "exclude" else 0)
 
     def mean(per_query: np.ndarray) -> float:
         return float(per_query.sum() / averaged) if averaged else math.nan
 
-    recall = {k: mean(pessimistic <= k) for k in ks}
-    return RecallResult(
-        recall=recall,
-        recall_optimistic={k: mean(optimistic <= k) for k in ks},
-        interval={k: wilson_interval(share, averaged) for k, share in recall.items()},
-        map_at_r=mean(average_precision) if map_at_r else None,
-        r_precision=mean(precision) if map_at_r else None,
-        first_rank=np.where(pessimistic <= limit, pessimistic, 0),
+    return RecallResult.of_ranks(
+        pessimistic,
+        optimistic,
+        ks,
+        averaged,
         lone_queries=lone_queries,
-        num_queries=query_rows.num,
+        num_gallery=num_gallery,
         num_sampled=int(chosen.sum()),
-        num_averaged=averaged,
-        num_gallery=gallery_rows.num,
-        num_tied=int((pessimistic != optimistic).sum()),
-        ks=ks,
         backend=f"{'counting' if counting else 'lists'}, {', '.join(map(str, devices))}",
         seconds=time.perf_counter() - started,
+        map_at_r=mean(average_precision) if map_at_r else None,
+        r_precision=mean(precision) if map_at_r else None,
     )
 
 
 @dataclass(frozen=True)
-class _Problem:
-    query: Embeddings
-    query_codes: np.ndarray
-    own_rows: np.ndarray
-    r: np.ndarray
-    gallery: Embeddings
-    gallery_codes: np.ndarray
+class _Problem(Sides):
     metric: str
     limit: int
     map_at_r: bool
-
-    def labelled_blocks(self, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        for start, rows in self.gallery.blocks(size):
-            yield start, rows, self.gallery_codes[start : start + len(rows)]
 
 
 def _count(
@@ -241,7 +200,12 @@ def _search(
     report: Callable[[int], object],
 ) -> list[np.ndarray]:  # fmt: skip
     """The same ranks, and average precision and precision at R if asked, from lists of neighbours."""
-    rows, codes, own, r = problem.query.take(at), problem.query_codes[at], problem.own_rows[at], problem.r[at]
+    rows, codes, own, r = (
+        problem.query.take(at),
+        problem.query_codes[at],
+        problem.own_rows[at],
+        problem.num_relevant[at],
+    )
     size = lengths(rows)
     outcome = np.zeros((4, len(at)))
     pending = np.arange(len(at))
@@ -311,11 +275,3 @@ def report_lone(rows: np.ndarray, num_queries: int, lone: str) -> None:
         )
     if len(rows) == num_queries and lone == "exclude":
         logger.warning("no query is left to average over: the figures are nan")
-
-
-def _bar(total: int) -> Any:
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm") from error
-    return tqdm(total=total, unit="pair", unit_scale=True, desc="recall")

@@ -31,6 +31,33 @@ class RecallResult:
     exact: bool = True
     check: ApproximationCheck | None = None  # of an approximate search
 
+    @classmethod
+    def of_ranks(
+        cls, pessimistic: np.ndarray, optimistic: np.ndarray, ks: tuple[int, ...], num_averaged: int,
+        *, num_sampled: int | None = None, map_at_r: float | None = None, r_precision: float | None = None,
+        **others: Any,
+    ) -> RecallResult:  # fmt: skip
+        """From the ranks of the first relevant items, (Q,) int64 each, max(ks) + 1 for all beyond or left out."""
+
+        def share(ranks: np.ndarray, k: int) -> float:
+            return float((ranks <= k).sum() / num_averaged) if num_averaged else math.nan
+
+        recall = {k: share(pessimistic, k) for k in ks}
+        return cls(
+            recall=recall,
+            recall_optimistic={k: share(optimistic, k) for k in ks},
+            interval={k: wilson_interval(value, num_averaged) for k, value in recall.items()},
+            map_at_r=map_at_r,
+            r_precision=r_precision,
+            first_rank=np.where(pessimistic <= ks[-1], pessimistic, 0),
+            num_queries=len(pessimistic),
+            num_sampled=len(pessimistic) if num_sampled is None else num_sampled,
+            num_averaged=num_averaged,
+            num_tied=int((pessimistic != optimistic).sum()),
+            ks=ks,
+            **others,
+        )
+
     @property
     def num_lone(self) -> int:
         return len(self.lone_queries)
