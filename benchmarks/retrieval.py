@@ -58,22 +58,9 @@ VALIDATION = 3  # one in so many training classes
 METRICS = {"recall_at_1": "R@1", "mean_average_precision_at_r": "MAP@R"}
 
 
-class SeveralMargins(nn.Module):
-    """The mean of a RaMBO loss over several margins, on the same embeddings.
-
-    Args:
-        loss_type: ``RamboRecallLoss`` or ``RamboAPLoss``.
-        largest, count: the margins are ``count`` ≥ 2 from 0 to ``largest``, evenly spaced.
-        **options: the other arguments of all terms.
-    """
-
-    def __init__(self, loss_type: type[nn.Module], *, largest: float, count: int, **options: Any) -> None:
-        super().__init__()
-        margins = [largest * number / (count - 1) for number in range(count)]
-        self.terms = nn.ModuleList(loss_type(margin=margin, **options) for margin in margins)
-
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        return torch.stack([term(embeddings, labels, indices_tuple) for term in self.terms]).mean()
+def several_margins(loss_type: type[nn.Module], *, largest: float, count: int, **options: Any) -> nn.Module:
+    """A RaMBO loss averaged over ``count`` ≥ 2 margins from 0 to ``largest``, evenly spaced."""
+    return loss_type(margin=[largest * number / (count - 1) for number in range(count)], **options)
 
 
 class SmoothAP(losses.SmoothAPLoss):
@@ -91,9 +78,9 @@ class SmoothAP(losses.SmoothAPLoss):
 LOSSES = {
     "rambo-recall-log": functools.partial(RamboRecallLoss, weighting="log"),
     "rambo-recall-loglog": functools.partial(RamboRecallLoss, weighting="loglog"),
-    "rambo-recall-margins": functools.partial(SeveralMargins, RamboRecallLoss),
+    "rambo-recall-margins": functools.partial(several_margins, RamboRecallLoss),
     "rambo-ap": RamboAPLoss,
-    "rambo-ap-margins": functools.partial(SeveralMargins, RamboAPLoss),
+    "rambo-ap-margins": functools.partial(several_margins, RamboAPLoss),
     "multi-similarity": losses.MultiSimilarityLoss,
     "fastap": losses.FastAPLoss,
     "smoothap": SmoothAP,

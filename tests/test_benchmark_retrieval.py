@@ -344,7 +344,7 @@ def test_smoothap_ranks_the_images_of_each_class_by_its_definition():
 def test_several_margins_are_the_mean_of_the_losses_and_of_their_gradients(loss_type):
     labels = torch.arange(12) % 4
     embeddings = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    loss = retrieval.SeveralMargins(loss_type, largest=0.45, count=4, lambda_val=4.0)(embeddings, labels)
+    loss = retrieval.several_margins(loss_type, largest=0.45, count=4, lambda_val=4.0)(embeddings, labels)
     (grad,) = torch.autograd.grad(loss, embeddings)
     total, total_grad = 0.0, torch.zeros(12, 5)
     for margin in (0.0, 0.15, 0.3, 0.45):

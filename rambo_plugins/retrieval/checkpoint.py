@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rambo_plugins.retrieval.models import EmbeddingNet, build_net
+from rambo_plugins.retrieval.models import EmbeddingNet, build_net, load_file
 
 
 def write(saved: dict[str, Any], path: Path) -> None:
@@ -24,12 +23,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no file, or not a checkpoint of this command.
     """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such checkpoint") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    saved = load_file(path, "checkpoint")
     if not isinstance(saved, dict) or not {"settings", "model", "history"} <= set(saved):
         raise ValueError(f"{path} is not a checkpoint of this command")
     return saved

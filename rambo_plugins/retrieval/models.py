@@ -7,6 +7,7 @@ import difflib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -154,13 +155,22 @@ def _timm(name: str, pretrained: bool) -> tuple[nn.Module, int]:
     return model, getattr(model, "head_hidden_size", None) or model.num_features
 
 
-def _load(net: EmbeddingNet, path: Path) -> None:
+def load_file(path: Path, what: str, option: str = "") -> Any:
+    """What torch saved there, on the CPU.
+
+    Raises:
+        ValueError: no such file, or another kind of file; it says ``what`` was expected, and for which ``option``.
+    """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise ValueError(f"--weights {path}: no such file; expected none, DEFAULT or a file") from error
+        raise ValueError(f"{option}{path}: no such {what}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"--weights {path}: cannot be read as a state dict: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{option}{path} cannot be read as a {what}: {str(error).splitlines()[0]}") from error
+
+
+def _load(net: EmbeddingNet, path: Path) -> None:
+    state = load_file(path, "file of weights", "--weights ")
     state = state.get("model", state) if isinstance(state, dict) else {}
     whole = any(name.startswith("trunk.") for name in state)
     target = net if whole else net.trunk
