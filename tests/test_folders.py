@@ -38,7 +38,9 @@ def test_a_folder_of_another_purpose_is_refused(tmp_path):
         OwnFolder(tmp_path, "parts")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"purpose": 1, "files": []}', '{"purpose": "a run", "files": [1]}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"purpose": 1, "files": []}', '{"purpose": "a run", "files": [1]}', "\x00"]
+)
 def test_a_list_that_is_something_else_is_refused(tmp_path, text):
     (tmp_path / LIST).write_text(text)
     with pytest.raises(ValueError, match="expected the list of what was written by us"):
@@ -89,10 +91,15 @@ def test_removing_one_keeps_the_others(tmp_path):
 
 def test_a_name_is_listed_before_its_file_is_there(tmp_path):
     folder = OwnFolder(tmp_path, "a run")
-    with pytest.raises(KeyboardInterrupt), folder.writing("a.pt") as path:
-        path.write_text("half")
-        assert "a.pt" in json.loads((tmp_path / LIST).read_text())["files"]
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with folder.writing("a.pt") as path:
+            path.write_text("half")
+            assert "a.pt" in json.loads((tmp_path / LIST).read_text())["files"]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LIST]
 
 
@@ -105,8 +112,13 @@ def test_names_stay_inside(tmp_path, name):
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(OSError, match="disk full"), whole(path) as unfinished:
-        unfinished.write_text("half")
-        raise OSError("disk full")
+
+    def fails():
+        with whole(path) as unfinished:
+            unfinished.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fails()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
