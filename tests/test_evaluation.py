@@ -312,7 +312,7 @@ def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch
 
 @pytest.mark.parametrize("best_irrelevant", [2.0**-30, 0.0])
 def test_what_rounding_kept_out_of_a_list_counts_and_what_it_let_in_does_not(best_irrelevant, monkeypatch):
-    """Scores 1 + c 2^-20, as good as 1, in float64 too; the list has the relevant item and one that is worse, a third is left out."""
+    """Scores 1 + c 2^-20, in float64 as good as 1; the list has the relevant item and a worse one, not the third."""
     query = np.array([[1, 2.0**-20]], dtype=np.float32)
     gallery = np.array([[1, 2.0**-31], [1, 2.0**-32], [1, best_irrelevant]], dtype=np.float32)
     labels = np.array([7, 8, 8])
