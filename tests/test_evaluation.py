@@ -795,6 +795,43 @@ def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method,
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
 
 
+@pytest.mark.parametrize("digits", [8, 11])
+@pytest.mark.parametrize("method", ["count", "search"])
+def test_products_of_fewer_digits_are_refused(method, digits, monkeypatch):
+    """TF32 and bfloat16, which an environment variable can force on a process."""
+    rows, labels = random_case(600)
+    mm = torch.mm
+
+    def short(a, b, **options):
+        fraction, exponent = torch.frexp(a)
+        return mm(torch.ldexp((fraction * 2**digits).round() / 2**digits, exponent), b, **options)
+
+    monkeypatch.setattr(torch, "mm", short)
+    with pytest.raises(RuntimeError, match="cpu: expected products of float32 numbers, got ones of fewer digits"):
+        recall_at_k(rows, labels, method=method)
+
+
+def test_a_failure_in_the_exact_stage_that_is_repeated_counts_nothing_twice(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, 8)).astype(np.float32)[rng.integers(0, 40, 600)]
+    labels = rng.integers(0, 50, 600)
+    expected = oracle(rows, labels, rows, labels, (1, 600), same=lambda q, g: q == g)
+    count, failed = counting_module._Counter._count_close, []
+
+    def fails(self, queries, *rest):
+        counts = count(self, queries, *rest)
+        if len(failed) < 3:
+            failed.append(len(queries))
+            raise torch.cuda.OutOfMemoryError("no room")
+        return counts
+
+    monkeypatch.setattr(counting_module._Counter, "_count_close", fails)
+    for devices in ("cpu", ["cpu", "cpu"]):
+        failed.clear()
+        check(recall_at_k(rows, labels, ks=(1, 600), device=devices), expected, map_at_r=False)
+        assert len(failed) == 3
+
+
 @pytest.mark.parametrize("method", ["count", "search"])
 def test_low_precision_that_the_caller_allows_stays_outside(method, monkeypatch):
     rows, labels = random_case(600)

@@ -147,11 +147,13 @@ class RecallMetric:
             id_keys = _packed(as_keys(ids, "ids", len(rows)), "ids", self._ids)
             if self._rows and not self._ids:
                 raise ValueError("ids: expected in every update or in none, got some after updates without")
-        self._rows.append(rows if self.normalize else rows.copy())  # the caller may write to its batch again
+        kept = rows if self.normalize else rows.copy()  # the caller may write to its batch again
+        splits = np.full(len(rows), SPLITS.index(split), np.uint8)
+        self._rows.append(kept)  # from here on nothing fails
         self._labels.append(label_keys)
         if id_keys is not None:
             self._ids.append(id_keys)
-        self._splits.append(np.full(len(rows), SPLITS.index(split), np.uint8))
+        self._splits.append(splits)
         self._starts.append(self._starts[-1] + len(rows))
 
     def compute(self) -> RecallResult:

@@ -203,12 +203,16 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Products in float32, whatever the caller has allowed: no autocast, no TF32 or bfloat16 inside.
 
     The settings are the process's: enter it once around threads, which start without autocast, not in each.
+
+    Raises:
+        RuntimeError: the device multiplies with fewer digits all the same, as environment variables can make it do.
     """
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch < 2.9
             allowed = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("highest")
             try:
+                _check_products(device)
                 yield
             finally:
                 torch.set_float32_matmul_precision(allowed)
@@ -218,10 +222,21 @@ def full_precision(device: torch.device) -> Iterator[None]:
         try:
             for backend in backends:
                 backend.fp32_precision = "ieee"
+            _check_products(device)
             yield
         finally:
             for backend, precision in zip(backends, before, strict=True):
                 backend.fp32_precision = precision
+
+
+def _check_products(device: torch.device) -> None:
+    """(1 + 2⁻¹²)² is 1 where inputs are rounded to the 11 digits of TF32 or the 8 of bfloat16."""
+    rows = torch.full((64, 64), 1 + 2.0**-12, dtype=torch.float32, device=device)
+    if float(torch.mm(rows, rows)[0, 0]) < 64 * (1 + 1.5 * 2.0**-12):
+        raise RuntimeError(
+            f"{device}: expected products of float32 numbers, got ones of fewer digits; look for settings of cuBLAS or "
+            "oneDNN in the environment, such as NVIDIA_TF32_OVERRIDE or ONEDNN_DEFAULT_FPMATH_MODE"
+        )
 
 
 def in_steps(
