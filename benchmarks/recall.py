@@ -3,8 +3,9 @@
     python benchmarks/recall.py --folder FOLDER                       # everything; 3 GB of arrays in the folder
     python benchmarks/recall.py --problems sop inshop --repeats 1     # a part of it
 
-Embeddings of unit length made with a seed, 512-d: an SOP-sized test set that searches in itself, also without classes and
-with tight ones, between which counting has more and less to decide exactly, an In-shop-sized query and gallery, a gallery of a million in a memory map with 10,000 queries, and subsets of the first for the growth with N.
+Embeddings of unit length made with a seed, 512-d: an SOP-sized test set that searches in itself, also without classes
+and with tight ones, which leave more and less to decide exactly, an In-shop-sized query and gallery, a gallery of a
+million in a memory map with 10,000 queries, and subsets of the first for the growth with N.
 Every run is a process of its own; in each repetition the competitors run one after the other, so that what the table
 gives, the ratio of medians, is of one time. Seconds are those of the evaluation, memory is the peak above what the
 process held when the embeddings were loaded (``ru_maxrss``). Competitors:
