@@ -795,6 +795,32 @@ def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method,
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
 
 
+class Table:
+    """As much of a data frame as an array is made of."""
+
+    columns = ("f0", "f1", "label")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.eye(4, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (Table(), "got a table with the columns f0, f1, label; pass those of the vector"),
+        (np.ma.masked_less(np.eye(4, 3), 0.5), "expected an array without a mask"),
+        (torch.eye(4, dtype=torch.complex64), "a dense tensor of real numbers, got torch.complex64"),
+        (torch.eye(4, dtype=torch.bool), "got torch.bool"),
+        (torch.eye(4).to_sparse(), "got torch.float32, torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "got torch.qint8"),
+    ],
+    ids=["table", "mask", "complex", "bool", "sparse", "quantized"],
+)
+def test_embeddings_that_would_be_read_otherwise_than_they_are_meant_are_refused(rows, message):
+    with pytest.raises(TypeError, match=message):
+        recall_at_k(rows, [0, 0, 1, 1])
+
+
 @pytest.mark.parametrize("digits", [8, 11])
 @pytest.mark.parametrize("method", ["count", "search"])
 def test_products_of_fewer_digits_are_refused(method, digits, monkeypatch):
