@@ -607,7 +607,7 @@ FLAT = {"scores": torch.zeros(3), "relevance": torch.tensor([True, False, True])
         ({"lambda_per": "query"}, ValueError, "lambda_per must be one of 'batch', 'row'"),
         ({"weighting": "linear"}, ValueError, "weighting must be one of 'log', 'loglog', got 'linear'"),
         ({"weighting": []}, ValueError, r"shape \(M,\)"),
-        ({"weighting": 3}, ValueError, r"shape \(M,\)"),
+        ({"weighting": 3}, TypeError, r"shape \(M,\)"),
         ({"weighting": object()}, TypeError, "a name, a callable or a table"),
         (
             {"weighting": lambda r: r.sum()},
