@@ -150,6 +150,7 @@ def rank_loss(
         rank_plus_grad: let rank⁺ carry a gradient too, by a ranking of the relevant items alone (Eqs. 17 and 21 to the
             letter); without it rank⁺ is a constant, as in the authors' code.
         generator: draws a random margin, |N(0, 1)|·α/2 for each score, as the authors' code does; None: exactly α/2.
+            On the device of the scores. Each forward pass draws anew, one that ``torch.utils.checkpoint`` repeats too.
 
     Returns:
         The loss, a scalar, or (...) for "none", and the statistics of the rows. No relevant item anywhere: a zero that
