@@ -158,7 +158,7 @@ def rank_loss(
 
     Raises:
         TypeError, ValueError: an input of the wrong type, shape or value; NaN scores; weights that are negative or not
-            finite, grades that are not finite; an ``item_loss`` whose value or gradient is not finite. A call that
+            finite, grades that are not finite; an ``item_loss`` whose value or slope is NaN. A call that
             raises leaves the ``generator`` as it was. A second derivative, ``create_graph=True``, is a RuntimeError.
     """
     checks.check_scores(scores, mask)
@@ -351,7 +351,7 @@ def _item_gradient(
                 slopes = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
         losses = losses.detach()
         sums = sum((total(slope) for slope in slopes[:num_slopes] if slope is not None), losses)
-        checks.check_finite("the loss of an item and its slope, summed over the rows,", sums)
+        checks.check_not_nan("the loss of an item and its slope, summed over the rows,", sums)
         return losses, slopes[0], slopes[1]
 
     return item_gradient

@@ -311,7 +311,7 @@ def _relevance_and_mask(
         mask.fill_diagonal_(False)
     elif _share_memory(embeddings, ref_emb):
         query_at, reference_at = (
-            rows.storage_offset() + rows.stride(0) * torch.arange(len(rows), device=mask.device)
+            rows.storage_offset() + rows.stride()[0] * torch.arange(len(rows), device=mask.device)
             for rows in (embeddings, ref_emb)
         )
         mask &= query_at[:, None] != reference_at[None]
@@ -322,7 +322,7 @@ def _share_memory(embeddings: Tensor, ref_emb: Tensor) -> bool:
     """Whether both are rows of one tensor, so that a query can be one of the references."""
     one, other = embeddings.untyped_storage().data_ptr(), ref_emb.untyped_storage().data_ptr()
     alike = embeddings.dtype == ref_emb.dtype and embeddings.stride()[1:] == ref_emb.stride()[1:]
-    return one == other != 0 and alike and embeddings.stride(0) != 0 != ref_emb.stride(0)
+    return one == other != 0 and alike and embeddings.stride()[0] != 0 != ref_emb.stride()[0]
 
 
 def check_labels(name: str, labels: Tensor | None) -> None:
