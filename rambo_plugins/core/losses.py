@@ -260,15 +260,15 @@ class RankLoss(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: of a generator its device and its state."""
         state = self.__dict__.copy()
-        if self.generator is not None:
-            state["generator"] = (str(self.generator.device), self.generator.get_state())
+        if self.generator is not None:  # as bytes: a tensor made here is gone before a spawned process opens it
+            state["generator"] = (str(self.generator.device), bytes(self.generator.get_state().tolist()))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["generator"] is not None:
             device, drawn = state["generator"]
             state = state | {"generator": torch.Generator(device)}
-            state["generator"].set_state(drawn)
+            state["generator"].set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
         super().__setstate__(state)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
