@@ -39,7 +39,7 @@ def is_faster(scores: Tensor, relevance: Tensor) -> bool:
 
 
 def rank_and_move(problem: Problem) -> Outcome:
-    """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    """The kernel of the CPU without numba, where it ``is_faster``: does what ``sorting.rank_and_move`` does."""
     scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
