@@ -179,12 +179,31 @@ def check_not_negative(name: str, value: object) -> float:
     return number
 
 
-def check_lambda(value: object) -> float:
+def check_lambda(value: object, name: str = "lambda_val") -> float:
     """A number > 0 whose steps float32 can hold."""
-    number = check_positive("lambda_val", value)
+    number = check_positive(name, value)
     if not LEAST <= number <= LARGEST:
-        raise ValueError(f"lambda_val must lie between {LEAST} and {LARGEST}, got {value!r}")
+        raise ValueError(f"{name} must lie between {LEAST} and {LARGEST}, got {value!r}")
     return number
+
+
+def check_move(
+    lambda_val: object, step: object, normalize: object, lambda_per: object, rank_plus_grad: object
+) -> tuple[float, bool]:
+    """λ or the step, and whether it is the step; with a step the options that have no meaning are as they were."""
+    if (lambda_val is None) == (step is None):
+        raise ValueError(f"pass lambda_val or step, one of them, got lambda_val={lambda_val!r} and step={step!r}")
+    if step is None:
+        return check_lambda(lambda_val), False
+    number = check_lambda(step, "step")
+    for name, value, default, because in (
+        ("normalize", normalize, True, "is a length in units of the scores, not of ranks"),
+        ("lambda_per", lambda_per, "batch", "does not depend on what the loss is the mean of"),
+        ("rank_plus_grad", rank_plus_grad, False, "moves relevant items alike, so that none passes another"),
+    ):
+        if value != default:
+            raise ValueError(f"{name} has no meaning with a step, which {because}: leave it out, got {value!r}")
+    return number, True
 
 
 def check_margin(value: object) -> float | tuple[float, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rambo_plugins.core import loops
-from rambo_plugins.core.sorting import Outcome, Problem
+from rambo_plugins.core.sorting import Outcome, Problem, unit_of_slopes
 
 MANY_RELEVANT = 1 / 16
 """Share of the relevant items from which all items are sorted."""
@@ -47,7 +47,7 @@ Piece = tuple[int, int, int, int]
 
 def rank_and_move(problem: Problem) -> Outcome:
     """The kernel of the CPU where numba is installed: what ``sorting.rank_and_move`` does, with the same result."""
-    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
+    scores, relevance, mask, grades, margin, step, uniform, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     scores = scores.contiguous()
     index = relevance.reshape(-1).nonzero()[:, 0]
@@ -80,10 +80,21 @@ def rank_and_move(problem: Problem) -> Outcome:
     if to_rank is None:
         grad = torch.zeros_like(scores)
     else:
-        new, new_order = items.sort(relevant + pack(step) * to_rank)
-        moved = items.move(old, new, new_order, divisor[:, 0].numpy())
+        slopes, unit = torch.ones_like(r), torch.ones_like(step)
+        if uniform:
+            largest = to_rank.new_zeros(num_rows).scatter_reduce_(0, row, to_rank.abs(), "amax")
+            unit = unit_of_slopes(largest, num_relevant)[:, None]
+            slopes = (to_rank.abs() / pack(unit)).round().long()
+            new, new_order = items.sort(relevant + pack(step) * to_rank.sign(), order)
+        else:
+            new, new_order = items.sort(relevant + pack(step) * to_rank)
+        moved = items.move(old, order, new, new_order, slopes.numpy(), unit[:, 0].numpy(), divisor[:, 0].numpy())
         grad, moved_plus, moved_r = (torch.from_numpy(values) for values in moved)
         moved_by = moved_r + moved_plus - r - ranks_plus
+        if uniform:
+            of_relevant = to_rank.abs() * moved_by.to(scores.dtype) / pack(step)
+            grad.view(-1)[index] = of_relevant
+            return losses, mean_r, torch.bincount(row[of_relevant == 0], minlength=num_rows), grad
     if rank_plus_grad and to_rank_plus is not None:
         _, plus_order = items.sort(relevant + pack(step) * to_rank_plus)
         moved_by = moved_by + torch.from_numpy(items.ranks_plus(plus_order)) - ranks_plus
@@ -119,8 +130,13 @@ class _Items:
         else:
             self.pieces = _pieces(num_rows, num_items, scores.size)
 
-    def sort(self, values: Tensor) -> tuple[Array, Array]:
-        """(T,) each row's values from the highest to the lowest, and the places in the row where they stood."""
+    def sort(self, values: Tensor, tie_order: Array | None = None) -> tuple[Array, Array]:
+        """(T,) each row's values from the highest to the lowest, and the places in the row where they stood; equal ones
+        in ``tie_order``, or in that of the places."""
+        if tie_order is not None:
+            first = np.repeat(self.starts[:-1], np.diff(self.starts))
+            ordered, order = self.sort(values[torch.from_numpy(first + tie_order)])
+            return ordered, tie_order[first + order]
         array = values.numpy()
         ordered, order = np.empty_like(array), np.empty(len(array), np.uint32)
         loops.sort(array, _bits(array), self.starts, ordered, order, SHORT)
@@ -136,9 +152,11 @@ class _Items:
         places = np.arange(len(order))
         return loops.unsort(order, self.starts, places, places)[0]
 
-    def move(self, old: Array, new: Array, new_order: Array, divisor: Array) -> tuple[Array, Array, Array]:
+    def move(
+        self, old: Array, order: Array, new: Array, new_order: Array, slopes: Array, unit: Array, divisor: Array
+    ) -> tuple[Array, Array, Array]:
         """(Q, N) the gradient of all items as if they were irrelevant, and rank⁺ and r after the move."""
-        both, passed, places = loops.merge(old, new, self.starts, divisor)
+        both, passed, places = loops.merge(old, order, new, new_order, self.starts, slopes, unit, divisor)
         grad = np.empty_like(self.scores)
         above = self._count(both, 2 * self.starts, passed, grad)
         return grad, *loops.unsort(new_order, self.starts, places, above)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rambo_plugins.core.sorting import Outcome, Problem, order_of, positions
+from rambo_plugins.core.sorting import Outcome, Problem, order_of, positions, unit_of_slopes
 
 SMALL, MOST_RELEVANT = 2**13, 0.25
 """Items of a whole problem below which, and share of the relevant items above which, sorting is faster."""
@@ -40,7 +40,7 @@ def is_faster(scores: Tensor, relevance: Tensor) -> bool:
 
 def rank_and_move(problem: Problem) -> Outcome:
     """The kernel of the CPU without numba, where it ``is_faster``: does what ``sorting.rank_and_move`` does."""
-    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
+    scores, relevance, mask, grades, margin, step, uniform, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
     num_still = torch.zeros(num_rows, dtype=torch.int64)
@@ -67,12 +67,24 @@ def rank_and_move(problem: Problem) -> Outcome:
             continue
         row_step = step[rows]
         divisor = torch.where(row_step == 0, 1, row_step)
+        if to_rank is not None and uniform:
+            to_rank = torch.where(part.valid, to_rank, 0)
+            moved = _Sorted(part.relevant + row_step * to_rank.sign(), now.order)
+            unit = unit_of_slopes(to_rank.abs().amax(1, keepdim=True), part.num_relevant[:, None])
+            slopes = (to_rank.abs() / unit).round().long()
+            moved_r = part.move(now, moved, divisor, grad[rows], slopes, unit)
+            moved_by = moved_r + moved.ranks - r - ranks_plus
+            own = to_rank.abs() * moved_by.to(scores.dtype) / divisor
+            num_still[rows] = (part.valid & (own == 0)).sum(1)
+            part.scatter(own, grad[rows])
+            continue
         moved_by = torch.zeros_like(r)
         if to_rank is not None:
-            moved = _Sorted(part.relevant + row_step * to_rank)
+            moved = _Sorted(part.relevant + row_step * torch.where(part.valid, to_rank, 0))
             moved_by += part.move(now, moved, divisor, grad[rows]) + moved.ranks - r - ranks_plus
         if rank_plus_grad and to_rank_plus is not None:
-            moved_by += _Sorted(part.relevant + row_step * to_rank_plus).ranks - ranks_plus
+            moved = _Sorted(part.relevant + row_step * torch.where(part.valid, to_rank_plus, 0))
+            moved_by += moved.ranks - ranks_plus
         num_still[rows] = (part.valid & (moved_by == 0)).sum(1)
         part.scatter(moved_by.to(scores.dtype) / divisor, grad[rows])
     return losses, mean_r, num_still, grad
@@ -81,14 +93,18 @@ def rank_and_move(problem: Problem) -> Outcome:
 class _Sorted:
     """Scores of relevant items (R, P), their ranks among each other, and the same scores ascending: thresholds."""
 
-    def __init__(self, relevant: Tensor) -> None:
-        self._order = order_of(relevant, descending=True)
-        self.ranks = positions(self._order)
-        self.ascending = relevant.gather(1, self._order).flip(1)
+    def __init__(self, relevant: Tensor, tie_order: Tensor | None = None) -> None:
+        self.order = order_of(relevant, tie_order, descending=True)
+        self.ranks = positions(self.order)
+        self.ascending = self.sort(relevant)
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Values (R, P) of the items, in the order of the ascending thresholds."""
+        return values.gather(1, self.order).flip(1)
 
     def unsort(self, values: Tensor) -> Tensor:
         """Values (R, P) of the ascending thresholds, in the order of the items."""
-        return torch.empty_like(values).scatter_(1, self._order, values.flip(1))
+        return torch.empty_like(values).scatter_(1, self.order, values.flip(1))
 
 
 class _Rows:
@@ -143,8 +159,19 @@ class _Rows:
         step(self._as_irrelevant, times=-1)
         return step.above() - (thresholds == -torch.inf) * self._num_at_minus_infinity[:, None]
 
-    def move(self, now: _Sorted, moved: _Sorted, divisor: Tensor, grad: Tensor) -> Tensor:
-        """r (R, P) after the move; the irrelevant items' gradient goes to ``grad`` (R, N)."""
+    def move(
+        self,
+        now: _Sorted,
+        moved: _Sorted,
+        divisor: Tensor,
+        grad: Tensor,
+        slopes: Tensor | None = None,
+        unit: Tensor | None = None,
+    ) -> Tensor:
+        """r (R, P) after the move; the irrelevant items' gradient goes to ``grad`` (R, N).
+
+        That is how many relevant items passed an item, or the sum of their ``slopes`` (R, P) in ``unit`` (R, 1).
+        """
         old, new = now.ascending, moved.ascending
         one_by_one = torch.arange(old.shape[1])
         old_place = one_by_one + torch.searchsorted(new, old)
@@ -152,7 +179,11 @@ class _Rows:
         both = torch.cat([old, new], 1)
         both = torch.empty_like(both).scatter_(1, torch.cat([old_place, new_place], 1), both)
         # By how many of both are at or below an item: those before the move, less those after it.
-        passed = torch.ones_like(both).scatter_(1, new_place, -1.0).cumsum(1)
+        if slopes is None or unit is None:
+            passed = torch.ones_like(both).scatter_(1, new_place, -1.0).cumsum(1)
+        else:
+            signed = torch.empty_like(both, dtype=torch.int64).scatter_(1, old_place, now.sort(slopes))
+            passed = signed.scatter_(1, new_place, -moved.sort(slopes)).cumsum(1).to(both.dtype) * unit
         values = torch.cat([torch.zeros_like(divisor), passed / divisor], 1)
         return moved.unsort(self.count(both, values, grad).gather(1, new_place))
 

@@ -65,10 +65,12 @@ class DetectionLoss(nn.Module):
                        = \sum_p s_p\, \frac{rk(y + \lambda_p N\, dL_p/drk) - rk(y)}{\lambda_p N},
               \qquad \lambda_p = \lambda s_p,
 
-    that is, each part is ranked with λ·s_p and multiplied by s_p. What multiplies the whole loss changes no λ.
+    that is, each part is ranked with λ·s_p and multiplied by s_p. What multiplies the whole loss changes no λ. With a
+    ``step`` the shares multiply and do nothing else.
 
     Args:
-        lambda_val: λ > 0, in units of normalised ranks of the unit loss.
+        lambda_val: λ, in units of normalised ranks of the unit loss; 0.5 where no ``step`` is given either.
+        step: δ, in units of the scores, in place of λ, see ``rank_loss``.
         margin: α ≥ 0 (Eq. 14), in units of the scores.
         memory: τ ≥ 0, batches whose scores are ranked together with the current one.
         memory_warmup: batches that are kept before they are ranked.
@@ -97,7 +99,8 @@ class DetectionLoss(nn.Module):
     def __init__(
         self,
         *,
-        lambda_val: float = 0.5,
+        lambda_val: float | None = None,
+        step: float | None = None,
         margin: float = 0.15,
         memory: int = 7,
         memory_warmup: int = 0,
@@ -108,14 +111,17 @@ class DetectionLoss(nn.Module):
         rank_plus_grad: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_positive("lambda_val", lambda_val)
+        if lambda_val is None and step is None:
+            lambda_val = 0.5
+        length, uniform = checks.check_move(lambda_val, step, True, "batch", rank_plus_grad)
         checks.check_not_negative("margin", margin)
         checks.check_not_negative("map_weight", map_weight)
         checks.check_not_negative("apc_weight", apc_weight)
         checks.check_choice("precision_loss", precision_loss, _PRECISION_LOSSES)
         if not map_weight + apc_weight:
             raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
-        self.lambda_val = lambda_val
+        self.lambda_val = None if uniform else length
+        self.step = length if uniform else None
         self.margin = margin
         self.map_share = map_weight / (map_weight + apc_weight)
         self.apc_share = apc_weight / (map_weight + apc_weight)
@@ -168,7 +174,8 @@ class DetectionLoss(nn.Module):
                 items,
                 relevant,
                 item_loss,
-                lambda_val=self.lambda_val * (share or 1.0),
+                lambda_val=None if self.lambda_val is None else self.lambda_val * (share or 1.0),
+                step=self.step,
                 margin=margin,
                 rank_plus_grad=self.rank_plus_grad,
             )
@@ -180,7 +187,7 @@ class DetectionLoss(nn.Module):
         return map_loss, statistics, apc_loss
 
     def extra_repr(self) -> str:
-        names = ("lambda_val", "margin", "map_share", "apc_share", "precision_loss", "rank_plus_grad")
+        names = ("lambda_val", "step", "margin", "map_share", "apc_share", "precision_loss", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 

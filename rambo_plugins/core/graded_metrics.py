@@ -26,7 +26,7 @@ def ndcg_loss(
     scores: Tensor,
     gains: Tensor,
     *,
-    lambda_val: float,
+    lambda_val: float | None = None,
     cutoff: int | None = None,
     temperature: float = TEMPERATURE,
     **options: Any,
@@ -45,7 +45,8 @@ def ndcg_loss(
         temperature: T > 0 of the cutoff.
 
     The ``options``, what is returned and the errors are those of ``rank_loss``, except ``item_weights`` and ``grades``,
-    whose place the gains take: ValueError.
+    whose place the gains take: ValueError. With a ``step`` all items with a gain move alike: they pass those without,
+    and their order among themselves gets no gradient.
 
     >>> scores, gains = torch.tensor([0.9, 0.5, 0.1]), torch.tensor([1.0, 0.0, 3.0])
     >>> ndcg_loss(scores, gains, lambda_val=1.0)  # 1 - (1 + 3 / 2) / (3 + 1 / log2(3))
@@ -83,7 +84,7 @@ def _discount(rank: Tensor, cutoff: int | None, temperature: float) -> Tensor:
     return discount if cutoff is None else discount * soft_cutoff(rank, cutoff, temperature)
 
 
-def spearman_loss(scores: Tensor, target: Tensor, *, lambda_val: float, **options: Any) -> Tensor:
+def spearman_loss(scores: Tensor, target: Tensor, *, lambda_val: float | None = None, **options: Any) -> Tensor:
     r"""One minus Spearman's rank correlation of the scores and the target (Spearman, Am. J. Psychol. 1904).
 
     .. math:: L = 1 - \rho = \frac1N \sum_i \frac12 \left(\frac{rank_i - \mu}{\sigma} - \frac{t_i - \mu}{\sigma_t}
@@ -125,7 +126,12 @@ class NDCGLoss(RankLoss):
     """
 
     def __init__(
-        self, *, lambda_val: float, cutoff: int | None = None, temperature: float = TEMPERATURE, **options: Any
+        self,
+        *,
+        lambda_val: float | None = None,
+        cutoff: int | None = None,
+        temperature: float = TEMPERATURE,
+        **options: Any,
     ) -> None:
         super().__init__(ndcg_item_loss(cutoff, temperature), lambda_val=lambda_val, **options)
         self.cutoff = _cutoff(cutoff, temperature)
@@ -146,7 +152,7 @@ class SpearmanLoss(RankLoss):
     tensor(0.5000)
     """
 
-    def __init__(self, *, lambda_val: float, **options: Any) -> None:
+    def __init__(self, *, lambda_val: float | None = None, **options: Any) -> None:
         super().__init__(spearman_item_loss, lambda_val=lambda_val, **options)
 
     def forward(  # type: ignore[override]  # the second argument is called what it is

@@ -200,9 +200,10 @@ def above(counts, thresholds, starts, relevant, relevant_starts, num_missing):
 
 
 @compiled
-def merge(old, new, starts, divisor):
-    """Both thresholds from the highest to the lowest; in each interval how many more of the new than of the old lie
-    above, by the divisor; and where each new one went."""
+def merge(old, order, new, new_order, starts, slopes, unit, divisor):
+    """Both thresholds from the highest to the lowest; in each interval the sum of the slopes of the new ones above,
+    less that of the old ones, times its unit and by the divisor; and where each new one went. ``slopes`` are whole
+    numbers in the order of the items, 1 where the thresholds count alike."""
     both, places = np.empty(2 * len(old), old.dtype), np.empty(len(new), np.int64)
     values = np.empty(2 * len(old) + len(starts) - 1, old.dtype)
     for q in range(len(starts) - 1):
@@ -212,15 +213,15 @@ def merge(old, new, starts, divisor):
         while at < 2 * end:
             if at_new == end or (at_old < end and old[at_old] >= new[at_new]):
                 both[at] = old[at_old]
+                excess -= slopes[starts[q] + order[at_old]]
                 at_old += 1
-                excess -= 1
             else:
                 both[at] = new[at_new]
                 places[at_new] = at
+                excess += slopes[starts[q] + new_order[at_new]]
                 at_new += 1
-                excess += 1
             at += 1
-            values[at + q] = excess / divisor[q]
+            values[at + q] = old.dtype.type(excess) * unit[q] / divisor[q]
     return both, values, places
 
 

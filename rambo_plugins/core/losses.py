@@ -95,7 +95,7 @@ def recall_loss(
     scores: Tensor,
     relevance: Tensor,
     *,
-    lambda_val: float,
+    lambda_val: float | None = None,
     weighting: Weighting = "log",
     **options: Any,
 ) -> Tensor:
@@ -106,7 +106,7 @@ def recall_loss(
     Args:
         weighting: W, see ``recall_item_loss``: "log", "loglog", a callable, or a table of weights w_K.
 
-    The ``options`` (margin, mask, weights, ...), what is returned and the errors are those of ``rank_loss``.
+    The ``options`` (step, margin, mask, weights, ...), what is returned and the errors are those of ``rank_loss``.
 
     >>> scores = torch.tensor([[0.9, 0.8, 0.1]], requires_grad=True)
     >>> relevance = torch.tensor([[False, True, False]])
@@ -131,7 +131,7 @@ def average_precision_loss(
     scores: Tensor,
     relevance: Tensor,
     *,
-    lambda_val: float,
+    lambda_val: float | None = None,
     over_all: bool = False,
     **options: Any,
 ) -> Tensor:
@@ -197,7 +197,8 @@ class RankLoss(nn.Module):
         self,
         item_loss: ItemLoss,
         *,
-        lambda_val: float,
+        lambda_val: float | None = None,
+        step: float | None = None,
         margin: float | Sequence[float] = 0.0,
         reduction: str = "mean",
         normalize: bool = True,
@@ -213,7 +214,9 @@ class RankLoss(nn.Module):
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
         self.item_loss = item_loss
-        self.lambda_val = checks.check_lambda(lambda_val)
+        length, uniform = checks.check_move(lambda_val, step, normalize, lambda_per, rank_plus_grad)
+        self.lambda_val = None if uniform else length
+        self.step = length if uniform else None
         self.margin = checks.check_margin(margin)
         self.reduction = reduction
         self.normalize = checks.check_flag("normalize", normalize)
@@ -239,6 +242,7 @@ class RankLoss(nn.Module):
             relevance,
             self.item_loss,
             lambda_val=self.lambda_val,
+            step=self.step,
             margin=self.margin,
             mask=mask,
             weights=weights,
@@ -254,7 +258,7 @@ class RankLoss(nn.Module):
         return loss
 
     def extra_repr(self) -> str:
-        names = ("lambda_val", "margin", "reduction", "normalize", "lambda_per", "rank_plus_grad")
+        names = ("lambda_val", "step", "margin", "reduction", "normalize", "lambda_per", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,7 +308,7 @@ class RecallLoss(RankLoss):
     tensor(0.6931)
     """
 
-    def __init__(self, *, lambda_val: float, weighting: Weighting = "log", **options: Any) -> None:
+    def __init__(self, *, lambda_val: float | None = None, weighting: Weighting = "log", **options: Any) -> None:
         super().__init__(recall_item_loss(weighting), lambda_val=lambda_val, **options)
 
 
@@ -318,7 +322,7 @@ class AveragePrecisionLoss(RankLoss):
     tensor(0.5000)
     """
 
-    def __init__(self, *, lambda_val: float, over_all: bool = False, **options: Any) -> None:
+    def __init__(self, *, lambda_val: float | None = None, over_all: bool = False, **options: Any) -> None:
         super().__init__(average_precision_item_loss, lambda_val=lambda_val, **options)
         self.over_all = over_all
 

@@ -32,7 +32,9 @@ _ONE_ITEM = "the best relevant item alone counts"
 _PLACES = "the first k places count alike"
 
 
-def reciprocal_rank_loss(scores: Tensor, relevance: Tensor, *, lambda_val: float, **options: Any) -> Tensor:
+def reciprocal_rank_loss(
+    scores: Tensor, relevance: Tensor, *, lambda_val: float | None = None, **options: Any
+) -> Tensor:
     r"""One minus the (mean) reciprocal rank of the best relevant item (Voorhees, TREC-8, 1999).
 
     .. math:: L = 1 - \frac1Q \sum_q \frac1{\min_{i\ relevant} rank_i}
@@ -58,7 +60,7 @@ def precision_at_k_loss(
     relevance: Tensor,
     *,
     k: int,
-    lambda_val: float,
+    lambda_val: float | None = None,
     temperature: float = TEMPERATURE,
     **options: Any,
 ) -> Tensor:
@@ -102,7 +104,7 @@ def recall_at_k_loss(
     relevance: Tensor,
     *,
     ks: int | Sequence[int],
-    lambda_val: float,
+    lambda_val: float | None = None,
     temperature: float = TEMPERATURE,
     **options: Any,
 ) -> Tensor:
@@ -151,7 +153,7 @@ def soft_cutoff(rank: Tensor, k: int, temperature: float) -> Tensor:
 class ReciprocalRankLoss(RankLoss):
     """Module of ``reciprocal_rank_loss``. The ``options`` are those of ``RankLoss``."""
 
-    def __init__(self, *, lambda_val: float, **options: Any) -> None:
+    def __init__(self, *, lambda_val: float | None = None, **options: Any) -> None:
         super().__init__(reciprocal_rank_item_loss, lambda_val=lambda_val, **options)
 
     def forward(self, *arguments: Any, **of_items: Any) -> Tensor:
@@ -163,7 +165,9 @@ class ReciprocalRankLoss(RankLoss):
 class PrecisionAtKLoss(RankLoss):
     """Module of ``precision_at_k_loss``. The ``options`` are those of ``RankLoss``."""
 
-    def __init__(self, *, k: int, lambda_val: float, temperature: float = TEMPERATURE, **options: Any) -> None:
+    def __init__(
+        self, *, k: int, lambda_val: float | None = None, temperature: float = TEMPERATURE, **options: Any
+    ) -> None:
         super().__init__(precision_at_k_item_loss(k, temperature), lambda_val=lambda_val, **options)
 
     def forward(self, *arguments: Any, **of_items: Any) -> Tensor:
@@ -176,6 +180,11 @@ class RecallAtKLoss(RankLoss):
     """Module of ``recall_at_k_loss``. The ``options`` are those of ``RankLoss``."""
 
     def __init__(
-        self, *, ks: int | Sequence[int], lambda_val: float, temperature: float = TEMPERATURE, **options: Any
+        self,
+        *,
+        ks: int | Sequence[int],
+        lambda_val: float | None = None,
+        temperature: float = TEMPERATURE,
+        **options: Any,
     ) -> None:
         super().__init__(recall_at_k_item_loss(ks, temperature), lambda_val=lambda_val, **options)

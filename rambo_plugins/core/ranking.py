@@ -17,6 +17,18 @@ Differentiation", CVPR 2020. These conventions hold everywhere in the package:
   gradient for an upstream gradient of 1, and its backward pass only multiplies.
 * That unit loss is the weighted mean over the rows that have a relevant item, so λ belongs to the size of a batch
   (the paper's: 128 queries). ``lambda_per="row"`` takes each row's own loss as the unit: λ_row = λ / rows.
+* In place of λ a loss takes a ``step`` δ, a length in units of the scores like the margin. Algorithm 1 moves y by a
+  vector; a pair of items whose order this changes gives -1/λ to the item that passes and 1/λ to the one passed. With
+  one λ for all, the items of large dL/drank are carried far, the others nowhere. With a λ for each relevant item,
+  λ_i = δ / abs(dL/drank_i), all of them move by δ, up or down, and a pair counts with the λ of the one that moves:
+
+      dL/ds_i = -abs(dL/drank_i) · (items that i passes, less those that pass i) / δ           for a relevant item i,
+      dL/ds_j = Σ abs(dL/drank_i) / δ over the relevant i that pass j, less those that j passes  for an irrelevant j.
+
+  What has dL/drank_i = 0 does not move. Relevant items that move alike keep their order, and equal ones too. δ -> 0
+  gives dL/drank_i times the density of the irrelevant items at the threshold s_i - α; δ -> ∞ counts every irrelevant
+  item above, and falls as 1/δ. L is the row's own loss here, so neither weights of rows nor the size of the batch,
+  the number of classes or of items are in it: they multiply the gradient, and λ's invariance holds by construction.
 * Half precision is ranked in float32 with autocast off; the gradient returns in the dtype of the scores.
 """
 
@@ -92,7 +104,8 @@ def rank_loss(
     relevance: Tensor,
     item_loss: ItemLoss,
     *,
-    lambda_val: float,
+    lambda_val: float | None = None,
+    step: float | None = None,
     margin: float | Sequence[float] = 0.0,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
@@ -110,8 +123,8 @@ def rank_loss(
     .. math:: L = \sum_q c_q L_q, \quad L_q = \sum_{i\ relevant} v_i\, \ell(rank_i, rank^+_i, P), \quad
               c_q = \frac{w_q}{\sum_{q'} w_{q'}}, \quad v_i = \frac1P
 
-    The gradient of L_q is that of Algorithm 1 for an upstream gradient of c_q, divided by c_q; so all the reductions,
-    and whatever multiplies them, give the same gradient up to their factor (see the module).
+    The gradient of L_q is that of Algorithm 1 for an upstream gradient of c_q, divided by c_q, or that of a ``step``;
+    so all the reductions, and whatever multiplies them, give the same gradient up to their factor (see the module).
 
     A new loss is its ``item_loss``; here 1 minus the reciprocal rank, averaged over the relevant items:
 
@@ -119,6 +132,13 @@ def rank_loss(
     >>> loss, statistics = rank_loss(scores, relevance, lambda rank, rank_plus, num: 1 - 1 / rank, lambda_val=1.0)
     >>> loss, statistics.mean_r  # the relevant items have ranks 2 and 3, one irrelevant above each
     (tensor(0.5833), tensor([1.]))
+
+    With a step of 0.5 the item of score 0.5 passes the one of 0.9, whose slope is 1/rank² = 1/4, and that of 0.1 not:
+
+    >>> leaf = scores.clone().requires_grad_()
+    >>> rank_loss(leaf, relevance, lambda rank, rank_plus, num: 1 - 1 / rank, step=0.5)[0].backward()
+    >>> leaf.grad  # 1/4, by 2 relevant items, by 0.5
+    tensor([[ 0.2500, -0.2500,  0.0000]])
 
     Rows of different length are one flat line of items and the row of each, ``segments``; all that is (..., N) here is
     then (M,), and (...) is (Q,), from segment 0 to the last one.
@@ -134,6 +154,9 @@ def rank_loss(
         item_loss: ``(rank, rank_plus, num_relevant) -> loss`` of one relevant item, elementwise over float tensors of
             one shape, differentiable in the first two. Other items may be passed as rank 1 of 1, their loss is ignored.
         lambda_val: λ, in units of normalised ranks of the mean loss (see the module), in [1e-30, 1e30].
+        step: δ in [1e-30, 1e30], in units of the scores, in place of λ (see the module); one of the two. The slopes of
+            ``item_loss`` must be finite then, and ``normalize``, ``lambda_per`` and ``rank_plus_grad``, under which
+            nothing would move, are not to be changed.
         margin: α in [0, 1e30] (Eq. 14), in units of the scores; or several (a sequence, an array or a tensor (M,)),
             over which loss and gradient are averaged: a smoother loss, in as many times the time.
         mask: (..., N) bool; items where it is False are not ranked and get no gradient.
@@ -163,7 +186,7 @@ def rank_loss(
     """
     checks.check_scores(scores, mask)
     checks.check_boolean("relevance", relevance, scores)
-    lambda_val = checks.check_lambda(lambda_val)
+    length, uniform = checks.check_move(lambda_val, step, normalize, lambda_per, rank_plus_grad)
     margins = checks.check_margin(margin)
     margins = margins if isinstance(margins, tuple) else (margins,)
     checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
@@ -202,10 +225,13 @@ def rank_loss(
         row_weights = weights.reshape(-1).to(values.dtype)
         checks.check_weights("weights", row_weights.view(lead), row_weights.sum())
         row_weights = row_weights * present
-    share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(values.dtype)
-    lambda_rows = lambda_val * share
-    if normalize:
-        lambda_rows = lambda_rows * (rows.lengths if mask is None else rows.total(mask))
+    if uniform:
+        steps = torch.full_like(row_weights, length)
+    else:
+        share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(values.dtype)
+        steps = length * share
+        if normalize:
+            steps = steps * (rows.lengths if mask is None else rows.total(mask))
     if item_weights is not None:
         item_weights = torch.where(relevance, item_weights.reshape(rows.shape).to(values.dtype), 0)
         sums = rows.total(item_weights)
@@ -213,7 +239,7 @@ def rank_loss(
         item_weights = item_weights / rows.spread(_or_one(sums))
     needs_grad = torch.is_grad_enabled() and scores.requires_grad
     slopes = needs_grad * (1 + rank_plus_grad)
-    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype, slopes)
+    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype, slopes, uniform)
     drawn = generator.get_state() if generator is not None else torch.empty(0)
     try:
         outcomes = []
@@ -228,7 +254,8 @@ def rank_loss(
                 mask,
                 grades,
                 one,
-                lambda_rows[:, None],
+                steps[:, None],
+                uniform,
                 item_gradient,
                 rank_plus_grad,
                 needs_grad,
@@ -329,6 +356,7 @@ def _item_gradient(
     grades: Tensor | None,
     dtype: torch.dtype,
     num_slopes: int,
+    finite: bool,
 ) -> ItemGradient:
     """What the kernels call for the losses of the rows and their gradients, of which they read so many."""
     num_relevant = num_relevant.clamp(min=1).to(dtype)[:, None]
@@ -352,6 +380,10 @@ def _item_gradient(
         losses = losses.detach()
         sums = sum((total(slope) for slope in slopes[:num_slopes] if slope is not None), losses)
         checks.check_not_nan("the loss of an item and its slope, summed over the rows,", sums)
+        if finite and num_slopes and slopes[0] is not None:
+            checks.check_finite(
+                "with a step, the slope of the loss of an item, summed over the rows,", total(slopes[0])
+            )
         return losses, slopes[0], slopes[1]
 
     return item_gradient

@@ -34,7 +34,9 @@ class Problem(NamedTuple):
     margin: float
     """α."""
     step: Tensor
-    """(Q, 1), what the gradient of a row's own loss is multiplied with for the move."""
+    """(Q, 1), what the gradient of a row's own loss is multiplied with for the move, or its length."""
+    uniform: bool
+    """Each relevant item moves by ``step`` in the direction of its gradient; else by ``step`` times its gradient."""
     item_gradient: ItemGradient
     """The losses of the rows and their gradients, from the ranks of relevant items."""
     rank_plus_grad: bool
@@ -44,12 +46,12 @@ class Problem(NamedTuple):
 
 
 Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
-"""(Q,) losses, (Q,) mean r, (Q,) number of relevant items that do not move, and (Q, N) the gradient."""
+"""(Q,) losses, (Q,) mean r, (Q,) number of relevant items without a gradient, and (Q, N) the gradient."""
 
 
 def rank_and_move(problem: Problem) -> Outcome:
     """Rank the relevant items, move them along the gradient of their loss, rank again."""
-    scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
+    scores, relevance, mask, grades, margin, step, uniform, item_gradient, rank_plus_grad, needs_grad = problem
     num_relevant = relevance.sum(-1)
     # Among equals: irrelevant items first, then relevant ones, what does not exist last.
     kind = relevance.byte() if grades is None else torch.where(relevance, grades, -torch.inf)
@@ -58,7 +60,8 @@ def rank_and_move(problem: Problem) -> Outcome:
     tie_order = order_of(kind)
     if margin:
         scores = scores + torch.where(relevance, -margin / 2, margin / 2).to(scores.dtype)
-    ranks, ranks_plus = _ranks(scores, relevance, tie_order)
+    order = order_of(scores, tie_order, descending=True)
+    ranks, ranks_plus = positions(order), _at_or_above(relevance, order)
 
     def pack(values: Tensor) -> Tensor:
         return values.expand_as(ranks)
@@ -71,21 +74,50 @@ def rank_and_move(problem: Problem) -> Outcome:
         torch.where(relevance, ranks, one), torch.where(relevance, ranks_plus, one), pack, total
     )
     mean_r = total(ranks - ranks_plus) / num_relevant.clamp(min=1)
+    if needs_grad and to_rank is not None:
+        to_rank = torch.where(relevance, to_rank, 0)
+        if uniform:
+            kind = relevance.byte() if mask is None else relevance.byte().masked_fill(~mask, 2)
+            # Among equals after the move the relevant items stay as they were: none passes one that moves alike.
+            moved_order = order_of(scores + step * to_rank.sign(), order_of(kind, order), descending=True)
+            largest = to_rank.abs().amax(-1, keepdim=True) if to_rank.numel() else to_rank.sum(-1, keepdim=True)
+            unit = unit_of_slopes(largest, num_relevant[:, None])
+            slopes = (to_rank.abs() / unit).round().long()
+            passed = _at_or_above(slopes, moved_order) - _at_or_above(slopes, order)
+            own = to_rank.abs() * (positions(moved_order) - ranks).to(scores.dtype)
+            grad = torch.where(relevance, own, passed.to(scores.dtype) * unit) / step
+            return losses, mean_r.to(scores.dtype), (relevance & (grad == 0)).sum(-1), grad
     moved_by = torch.zeros_like(ranks)
     if needs_grad and to_rank is not None:
-        moved_by += _ranks(scores + step * to_rank, relevance, tie_order)[0] - ranks
+        moved_by += positions(order_of(scores + step * to_rank, tie_order, descending=True)) - ranks
     if needs_grad and rank_plus_grad and to_rank_plus is not None:
-        moved_plus = _ranks(scores + step * to_rank_plus, relevance, tie_order)[1] - ranks_plus
-        moved_by += torch.where(relevance, moved_plus, 0)
+        to_rank_plus = torch.where(relevance, to_rank_plus, 0)
+        moved_order = order_of(scores + step * to_rank_plus, tie_order, descending=True)
+        moved_by += torch.where(relevance, _at_or_above(relevance, moved_order) - ranks_plus, 0)
     grad = moved_by.to(scores.dtype) / torch.where(step == 0, 1, step)
     return losses, mean_r.to(scores.dtype), (relevance & (moved_by == 0)).sum(-1), grad
 
 
-def _ranks(scores: Tensor, relevance: Tensor, tie_order: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank of every item, and of the relevant ones among the relevant; (Q, N) int64."""
-    order = order_of(scores, tie_order, descending=True)
-    ranks_plus = relevance.gather(-1, order).cumsum(-1)
-    return positions(order), torch.empty_like(order).scatter_(-1, order, ranks_plus)
+def unit_of_slopes(largest: Tensor, num_relevant: Tensor) -> Tensor:
+    """Of a row whose largest |dL/drank_i| and number of relevant items P these are: the unit of which the slopes are
+    made whole numbers, so that a sum of them does not depend on its order and one of none, or of all back, is 0.
+
+    It is a power of two, so that nothing else is rounded by it: 2⁻⁶⁰ of the largest slope times P, both rounded down to
+    powers of two. So P slopes sum up to 2⁶² at most, and a slope is exact to P · 2⁻⁶¹ of the largest: to 2⁻⁵¹ for a
+    thousand relevant items, where float32 itself ends at 2⁻²⁴.
+    """
+    least = torch.finfo(largest.dtype).tiny
+
+    def power_of_two(values: Tensor) -> Tensor:
+        return values / (2 * values.frexp().mantissa)
+
+    unit = power_of_two(num_relevant.clamp(min=1).to(largest.dtype)) * 2**-60
+    return (power_of_two(largest.clamp(min=least)) * unit).clamp(min=least)
+
+
+def _at_or_above(values: Tensor, order: Tensor) -> Tensor:
+    """For each item the sum of int64 or bool values (Q, N) over the items down to it; (Q, N) int64."""
+    return torch.empty_like(order).scatter_(-1, order, values.gather(-1, order).cumsum(-1))
 
 
 def order_of(keys: Tensor, tie_order: Tensor | None = None, descending: bool = False) -> Tensor:
