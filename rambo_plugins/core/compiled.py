@@ -80,15 +80,15 @@ def rank_and_move(problem: Problem) -> Outcome:
     if to_rank is None:
         grad = torch.zeros_like(scores)
     else:
-        slopes, unit = torch.ones_like(r), torch.ones_like(step)
+        slopes, unit = np.ones(len(own), np.int64), np.ones(num_rows, items.scores.dtype)
         if uniform:
             largest = to_rank.new_zeros(num_rows).scatter_reduce_(0, row, to_rank.abs(), "amax")
-            unit = unit_of_slopes(largest, num_relevant)[:, None]
-            slopes = (to_rank.abs() / pack(unit)).round().long()
+            units = unit_of_slopes(largest, num_relevant)
+            slopes, unit = (to_rank.abs() / units[row]).round().long().numpy(), units.numpy()
             new, new_order = items.sort(relevant + pack(step) * to_rank.sign(), order)
         else:
             new, new_order = items.sort(relevant + pack(step) * to_rank)
-        moved = items.move(old, order, new, new_order, slopes.numpy(), unit[:, 0].numpy(), divisor[:, 0].numpy())
+        moved = items.move(old, order, new, new_order, slopes, unit, divisor[:, 0].numpy())
         grad, moved_plus, moved_r = (torch.from_numpy(values) for values in moved)
         moved_by = moved_r + moved_plus - r - ranks_plus
         if uniform:
