@@ -482,3 +482,17 @@ def test_an_infinite_slope_is_an_error(problem):
 def test_rank_itself_takes_no_step(problem):
     with pytest.raises(TypeError, match="step"):
         rank(problem[0], step=0.5)
+
+
+@pytest.mark.parametrize("module", [sorting, counting])
+def test_an_infinite_slope_of_one_item_stays_its_own_under_lambda(module, monkeypatch):
+    """W = √r at r = 0: the item moves to infinity, whatever else the kernel holds beside the relevant items."""
+    scores, relevance, _ = long_rows("random", 13)
+    options = {"loss_fn": recall_loss, "weighting": torch.sqrt, "step": None, "lambda_val": 2.0}
+    grads = []
+    for one in (compiled, module):
+        monkeypatch.setattr(kernels, "kernel_for", lambda scores, relevance, one=one: one)
+        scores[:, 0], relevance[:, 0] = 10.0, True
+        grads.append(grad_of(scores, relevance, **options))
+    assert grads[0].any()
+    assert torch.equal(*grads)
