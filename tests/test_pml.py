@@ -609,8 +609,8 @@ def second_views():
 CASES = {
     (loss_class.__name__, *mode): (loss_class, *mode)
     for loss_class in LOSSES
-    for mode in [("full", "batch"), ("full, two views", "batch"), ("efficient", "row"), ("efficient and connected", "batch"),
-                 ("efficient and connected", "row")]
+    for mode in [("full", "batch"), ("full, two views", "batch"), ("efficient", "row"),
+                 ("efficient and connected", "batch"), ("efficient and connected", "row")]
 }  # fmt: skip
 
 
