@@ -1043,15 +1043,16 @@ def test_without_the_private_functions_of_torch_the_losses_run(problem, monkeypa
 
 
 @pytest.mark.usefixtures("kernel")
-def test_layouts_of_the_tensors_do_not_matter(problem):
+@pytest.mark.parametrize("masked", [False, True])
+def test_layouts_of_the_tensors_do_not_matter(problem, masked):
     mask, item_weights = torch.rand(16, 64) < 0.9, torch.rand(16, 64, dtype=torch.float64)
     whole = (*problem, mask, item_weights)
 
     def gradient(layout, tensors):
         leaf = tensors[0].clone().requires_grad_()
         y, relevance, mask, item_weights = map(layout, (leaf, *tensors[1:]))
-        options = {"lambda_val": 5.0, "margin": 0.1, "mask": mask, "item_weights": item_weights}
-        average_precision_loss(y, relevance, **options).backward()
+        options = {"mask": mask, "item_weights": item_weights} if masked else {}
+        average_precision_loss(y, relevance, lambda_val=5.0, margin=0.1, **options).backward()
         return leaf.grad
 
     expected = gradient(lambda values: values, whole)
