@@ -1018,6 +1018,28 @@ def test_a_generator_of_another_device_is_named():
             make(lambda_val=1.0, margin=0.1, generator=3)
 
 
+def test_bad_input_of_the_loss_over_all_rows_is_named(problem):
+    scores, relevance = problem
+    for arguments, error, message in (
+        ((scores.tolist(), relevance), TypeError, "scores must be a torch.Tensor, got list"),
+        ((scores, relevance.tolist()), TypeError, "relevance must be a bool tensor, got list"),
+        ((scores, relevance, relevance[0]), ValueError, "mask must have shape"),
+        ((scores, relevance, relevance.float()), TypeError, "mask must be a bool tensor, got torch.float32"),
+    ):
+        for over_all in (AveragePrecisionLoss(lambda_val=1.0, over_all=True), over_all_rows):
+            with pytest.raises(error, match=message):
+                over_all(*arguments)
+    for value in ("False", 0):
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            AveragePrecisionLoss(lambda_val=1.0, over_all=value)
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            average_precision_loss(scores, relevance, lambda_val=1.0, over_all=value)
+
+
+def over_all_rows(scores, relevance, mask=None):
+    return average_precision_loss(scores, relevance, lambda_val=1.0, over_all=True, mask=mask)
+
+
 @pytest.mark.parametrize("option", ["normalize", "rank_plus_grad"])
 def test_switches_are_true_or_false(option, problem):
     for value in ("False", 0, None, 1.0):
