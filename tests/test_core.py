@@ -1018,6 +1018,28 @@ def test_a_generator_of_another_device_is_named():
             make(lambda_val=1.0, margin=0.1, generator=3)
 
 
+def test_bad_input_of_the_loss_over_all_rows_is_named(problem):
+    scores, relevance = problem
+    for arguments, error, message in (
+        ((scores.tolist(), relevance), TypeError, "scores must be a torch.Tensor, got list"),
+        ((scores, relevance.tolist()), TypeError, "relevance must be a bool tensor, got list"),
+        ((scores, relevance, relevance[0]), ValueError, "mask must have shape"),
+        ((scores, relevance, relevance.float()), TypeError, "mask must be a bool tensor, got torch.float32"),
+    ):
+        for over_all in (AveragePrecisionLoss(lambda_val=1.0, over_all=True), over_all_rows):
+            with pytest.raises(error, match=message):
+                over_all(*arguments)
+    for value in ("False", 0):
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            AveragePrecisionLoss(lambda_val=1.0, over_all=value)
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            average_precision_loss(scores, relevance, lambda_val=1.0, over_all=value)
+
+
+def over_all_rows(scores, relevance, mask=None):
+    return average_precision_loss(scores, relevance, lambda_val=1.0, over_all=True, mask=mask)
+
+
 @pytest.mark.parametrize("option", ["normalize", "rank_plus_grad"])
 def test_switches_are_true_or_false(option, problem):
     for value in ("False", 0, None, 1.0):
@@ -1043,15 +1065,16 @@ def test_without_the_private_functions_of_torch_the_losses_run(problem, monkeypa
 
 
 @pytest.mark.usefixtures("kernel")
-def test_layouts_of_the_tensors_do_not_matter(problem):
+@pytest.mark.parametrize("masked", [False, True])
+def test_layouts_of_the_tensors_do_not_matter(problem, masked):
     mask, item_weights = torch.rand(16, 64) < 0.9, torch.rand(16, 64, dtype=torch.float64)
     whole = (*problem, mask, item_weights)
 
     def gradient(layout, tensors):
         leaf = tensors[0].clone().requires_grad_()
         y, relevance, mask, item_weights = map(layout, (leaf, *tensors[1:]))
-        options = {"lambda_val": 5.0, "margin": 0.1, "mask": mask, "item_weights": item_weights}
-        average_precision_loss(y, relevance, **options).backward()
+        options = {"mask": mask, "item_weights": item_weights} if masked else {}
+        average_precision_loss(y, relevance, lambda_val=5.0, margin=0.1, **options).backward()
         return leaf.grad
 
     expected = gradient(lambda values: values, whole)

@@ -602,11 +602,15 @@ def distributed_problem():
     return model, inputs, labels
 
 
+def second_views():
+    return torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 CASES = {
     (loss_class.__name__, *mode): (loss_class, *mode)
     for loss_class in LOSSES
-    for mode in [("full", "batch"), ("efficient", "row"), ("efficient and connected", "batch"),
-                 ("efficient and connected", "row")]
+    for mode in [("full", "batch"), ("full, two views", "batch"), ("efficient", "row"),
+                 ("efficient and connected", "batch"), ("efficient and connected", "row")]
 }  # fmt: skip
 
 
@@ -619,7 +623,9 @@ def distributed_worker(rank, folder):
         own = slice(rank * 16, (rank + 1) * 16)
         loss_fn = loss_class(5.0, 0.1, lambda_per=lambda_per, distributed_grad="connected" in mode)
         wrapper = DistributedLossWrapper(loss_fn, efficient="efficient" in mode)
-        wrapper(parallel(inputs[own]), labels[own]).backward()
+        own_labels = labels[own]
+        views = {"ref_emb": second_views()[own], "ref_labels": own_labels} if "two views" in mode else {}
+        wrapper(parallel(inputs[own]), own_labels, **views).backward()
         grads[name] = model.weight.grad
     torch.save(grads, f"{folder}/grads{rank}.pt")
     torch.distributed.barrier()
@@ -650,6 +656,15 @@ class TestTwoProcesses:
     def test_full_mode_has_its_gradient(self, loss_class, distributed_grads):
         grad = distributed_grads[loss_class.__name__, "full", "batch"]
         torch.testing.assert_close(grad, whole_batch_grad(loss_class(5.0, 0.1)))
+
+    def test_full_mode_has_it_for_two_views_with_one_tensor_of_labels(self, loss_class, distributed_grads):
+        grad = distributed_grads[loss_class.__name__, "full, two views", "batch"]
+        labels = distributed_problem()[2]
+
+        def of_two_views(embeddings, _):
+            return loss_class(5.0, 0.1)(embeddings, labels, ref_emb=second_views(), ref_labels=labels)
+
+        torch.testing.assert_close(grad, whole_batch_grad(of_two_views))
 
     @pytest.mark.parametrize("lambda_per", ["batch", "row"])
     def test_efficient_mode_has_it_times_the_processes(self, loss_class, lambda_per, distributed_grads):

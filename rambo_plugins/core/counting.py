@@ -237,7 +237,9 @@ class _StepFunction:
         interval = self._table.index_select(0, self._bin(scores).flatten())
         unsure = (interval < 0).nonzero()[:, 0]
         if self._crowded:
-            found = torch.searchsorted(self.thresholds, scores, right=True, out_int32=True) + self._row_start
+            found = (
+                torch.searchsorted(self.thresholds, scores.contiguous(), right=True, out_int32=True) + self._row_start
+            )
             interval.index_copy_(0, unsure, found.flatten().index_select(0, unsure))
         else:
             score, found = scores.flatten().index_select(0, unsure), interval.index_select(0, unsure).bitwise_not_()

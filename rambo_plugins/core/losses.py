@@ -153,7 +153,7 @@ def average_precision_loss(
     >>> average_precision_loss(scores, relevance, lambda_val=0.5, over_all=True)  # ranks 2, 3 and 6
     tensor(0.4444)
     """
-    if over_all:
+    if checks.check_flag("over_all", over_all):
         scores, relevance, options = _one_row(scores, relevance, options)
     loss, _ = rank_loss(
         scores,
@@ -170,10 +170,14 @@ def _one_row(scores: Tensor, relevance: Tensor, options: dict[str, Any]) -> tupl
     for name in ("weights", "segments"):
         if options.get(name) is not None:
             raise ValueError(f"{name} are of rows, and over_all ranks all rows as one: pass {name}=None")
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
+    checks.check_boolean("relevance", relevance, scores)
     of_items = {name: options[name] for name in ("mask", "item_weights") if options.get(name) is not None}
-    for name, value in {"relevance": relevance, **of_items}.items():
-        if tuple(value.shape) != tuple(scores.shape):
-            raise ValueError(f"{name} must have shape {tuple(scores.shape)}, got {tuple(value.shape)}")
+    if "mask" in of_items:
+        checks.check_boolean("mask", of_items["mask"], scores)
+    if "item_weights" in of_items:
+        checks.check_float("item_weights", of_items["item_weights"], scores, tuple(scores.shape))
     flat = {name: value.flatten() for name, value in of_items.items()}
     return scores.flatten(), relevance.flatten(), options | flat
 
@@ -324,7 +328,7 @@ class AveragePrecisionLoss(RankLoss):
 
     def __init__(self, *, lambda_val: float | None = None, over_all: bool = False, **options: Any) -> None:
         super().__init__(average_precision_item_loss, lambda_val=lambda_val, **options)
-        self.over_all = over_all
+        self.over_all = checks.check_flag("over_all", over_all)
 
     def forward(
         self,

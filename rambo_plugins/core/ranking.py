@@ -36,12 +36,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rambo_plugins.core import checks, sorting
+from rambo_plugins.core import blackbox, checks
 from rambo_plugins.core.rows import DenseRows, SegmentRows
 from rambo_plugins.core.sorting import ItemGradient, Pack, Problem
 
@@ -86,7 +86,7 @@ def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, norma
     >>> y = torch.tensor([0.1, 0.9, 0.5], requires_grad=True)
     >>> ranks = rank(y, lambda_val=0.6, normalize=False)
     >>> ranks
-    tensor([3., 1., 2.], grad_fn=<_RankBackward>)
+    tensor([3., 1., 2.], grad_fn=<RankBackward>)
     >>> ranks[0].backward()  # a smaller rank for the first item: one step of 0.6 carries it past the third
     >>> y.grad
     tensor([-1.6667,  0.0000,  1.6667])
@@ -95,7 +95,7 @@ def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, norma
     lambda_val = checks.check_lambda(lambda_val)
     normalize = checks.check_flag("normalize", normalize)
     with torch.autocast(scores.device.type, enabled=False):
-        return _Rank.apply(_prepare(scores, mask), mask, lambda_val, normalize)
+        return blackbox.Rank.apply(_prepare(scores, mask), mask, lambda_val, normalize)
 
 
 @torch.compiler.disable  # the kernels look at the data: one graph break, not one each time they do
@@ -261,7 +261,7 @@ def rank_loss(
                 needs_grad,
             )
             with torch.autocast(scores.device.type, enabled=False):
-                outcomes.append(_RankLoss.apply(moved, problem, rows))
+                outcomes.append(blackbox.RankLoss.apply(moved, problem, rows))
     except BaseException:
         if generator is not None:
             generator.set_state(drawn)
@@ -275,78 +275,6 @@ def rank_loss(
     if reduction == "mean":
         weighted = weighted / _or_one(row_weights.sum())
     return weighted, RankStatistics(*(values.view(lead) for values in (num_relevant, mean_r, num_still)))
-
-
-class _Rank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, lambda_val: float, normalize: bool) -> Tensor:
-        ctx.last = None if mask is None else sorting.order_of(~mask)
-        ctx.lambda_val, ctx.normalize = lambda_val, normalize
-        ranks = _Rank.ranks(ctx, scores, mask)
-        ctx.save_for_backward(scores, mask, ranks)
-        return ranks
-
-    @staticmethod
-    def ranks(ctx: Any, scores: Tensor, mask: Tensor | None) -> Tensor:
-        ranks = sorting.positions(sorting.order_of(scores, ctx.last, descending=True)).to(scores.dtype)
-        if mask is not None:
-            ranks = ranks * mask
-        if ctx.normalize:
-            ranks = ranks / (scores.shape[-1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1))
-        return ranks
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        scores, mask, ranks = ctx.saved_tensors
-        with torch.no_grad():
-            moved = scores + ctx.lambda_val * grad
-            lost = moved.isnan() if mask is None else moved.isnan() & mask
-            gradient = (_Rank.ranks(ctx, moved, mask) - ranks) / ctx.lambda_val
-            gradient = gradient.masked_fill(lost.any(-1, keepdim=True), torch.nan)  # what arrived was no number
-        return _once(gradient), None, None, None
-
-
-class _RankLoss(torch.autograd.Function):
-    """Losses of the rows (Q,); the forward pass computes the gradient of the scores, the backward multiplies it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, problem: Problem, rows: DenseRows | SegmentRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        losses, mean_r, num_still, grad = rows.rank_and_move(problem)
-        ctx.rows = rows
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(mean_r, num_still)
-        return losses, mean_r, num_still
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        (unit_grad,) = ctx.saved_tensors
-        with torch.no_grad():
-            gradient = ctx.rows.spread(grad) * unit_grad
-        return _once(gradient), None, None
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that is not to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "ranks and rank losses have no second derivative: the blackbox gradient is not the derivative of a "
-            "function. Leave what needs one, as a gradient penalty does, to another loss"
-        )
-
-
-def _once(gradient: Tensor) -> Tensor:
-    """With ``create_graph=True`` a gradient whose own derivative is an error, and never a zero without a word."""
-    if not torch.is_grad_enabled():
-        return gradient
-    return _Once.apply(gradient, torch.zeros((), device=gradient.device, requires_grad=True))
 
 
 def _item_gradient(

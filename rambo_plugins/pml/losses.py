@@ -311,7 +311,7 @@ def _relevance_and_mask(
         mask.fill_diagonal_(False)
     elif _share_memory(embeddings, ref_emb):
         query_at, reference_at = (
-            rows.storage_offset() + rows.stride()[0] * torch.arange(len(rows), device=mask.device)
+            torch.arange(len(rows), device=mask.device).mul(rows.stride()[0]).add(rows.storage_offset())
             for rows in (embeddings, ref_emb)
         )
         mask &= query_at[:, None] != reference_at[None]
