@@ -451,8 +451,11 @@ def test_a_detector_without_either_has_the_papers_lambda():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "pass lambda_val or step, one of them, got lambda_val=None and step=None"),
-        ({"lambda_val": 1.0, "step": 0.5}, "pass lambda_val or step, one of them, got lambda_val=1.0 and step=0.5"),
+        ({}, "either step or lambda_val must be given, not both, got lambda_val=None and step=None"),
+        (
+            {"lambda_val": 1.0, "step": 0.5},
+            "either step or lambda_val must be given, not both, got lambda_val=1.0 and step=0.5",
+        ),
         ({"step": 0.0}, "step must be a finite number > 0, got 0.0"),
         ({"step": math.inf}, "step must be a finite number > 0, got inf"),
         ({"step": "0.5"}, "step must be a finite number > 0, got '0.5'"),

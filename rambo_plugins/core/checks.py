@@ -192,7 +192,9 @@ def check_move(
 ) -> tuple[float, bool]:
     """λ or the step, and whether it is the step; with a step the options that have no meaning are as they were."""
     if (lambda_val is None) == (step is None):
-        raise ValueError(f"pass lambda_val or step, one of them, got lambda_val={lambda_val!r} and step={step!r}")
+        raise ValueError(
+            f"either step or lambda_val must be given, not both, got lambda_val={lambda_val!r} and step={step!r}"
+        )
     if step is None:
         return check_lambda(lambda_val), False
     number = check_lambda(step, "step")
