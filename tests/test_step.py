@@ -26,6 +26,7 @@ from rambo_plugins.core import (
     precision_at_k_loss,
     rank,
     rank_loss,
+    ranking,
     recall_at_k_loss,
     recall_item_loss,
     recall_loss,
@@ -477,7 +478,7 @@ def test_bad_steps_are_named(problem, options, message):
 
 @pytest.mark.usefixtures("kernel")
 def test_an_infinite_slope_is_an_error(problem):
-    with pytest.raises(ValueError, match=r"with a step, the slope of the loss of an item.* must be finite"):
+    with pytest.raises(ValueError, match=r"the loss of an item and its slope.* must be finite"):
         grad_of(*problem, loss_fn=recall_loss, weighting=torch.sqrt)  # at r = 0
     assert recall_loss(*problem, weighting=torch.sqrt, step=0.5) > 0  # without a gradient there is no slope
 
@@ -499,3 +500,20 @@ def test_an_infinite_slope_of_one_item_stays_its_own_under_lambda(module, monkey
         grads.append(grad_of(scores, relevance, **options))
     assert grads[0].any()
     assert torch.equal(*grads)
+
+
+def test_the_kernel_of_other_devices_does_not_wait_for_them():
+    """On a device that has shapes and no values, whatever reads a value raises."""
+    scores = torch.zeros(3, 5, device="meta")
+    for grades, mask in ((None, None), (scores, scores > 0)):
+        item_gradient = ranking._item_gradient(
+            lambda rank, *_: rank.log(), torch.ones(3, device="meta"), None, grades, torch.float32, 0, finite=False
+        )
+        outcome = sorting.rank_and_move(
+            sorting.Problem(
+                scores, scores > 0, mask, grades, 0.1, torch.ones(3, 1, device="meta"), True, item_gradient, False, True
+            )
+        )
+        assert outcome[3].shape == (3, 5)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool(scores.any())

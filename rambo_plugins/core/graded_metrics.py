@@ -100,7 +100,7 @@ def spearman_loss(scores: Tensor, target: Tensor, *, lambda_val: float | None = 
 
     The ``options``, what is returned and the errors are those of ``rank_loss``, except ``grades``: ValueError. With
     ``item_weights`` the mean over the items is a weighted one; ranks, σ and σ_t stay as they are. A ``margin`` moves
-    all items alike.
+    all items alike. With a ``step`` items pass one another only where one moves up and the other down or not at all.
 
     >>> scores, target = torch.tensor([0.9, 0.5, 0.1]), torch.tensor([20.0, 30.0, 10.0])
     >>> spearman_loss(scores, target, lambda_val=1.0)  # ranks 1, 2, 3 and 2, 1, 3: 6 · (1 + 1) / (3 · 8)

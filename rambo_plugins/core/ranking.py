@@ -17,18 +17,19 @@ Differentiation", CVPR 2020. These conventions hold everywhere in the package:
   gradient for an upstream gradient of 1, and its backward pass only multiplies.
 * That unit loss is the weighted mean over the rows that have a relevant item, so λ belongs to the size of a batch
   (the paper's: 128 queries). ``lambda_per="row"`` takes each row's own loss as the unit: λ_row = λ / rows.
-* In place of λ a loss takes a ``step`` δ, a length in units of the scores like the margin. Algorithm 1 moves y by a
-  vector; a pair of items whose order this changes gives -1/λ to the item that passes and 1/λ to the one passed. With
-  one λ for all, the items of large dL/drank are carried far, the others nowhere. With a λ for each relevant item,
-  λ_i = δ / abs(dL/drank_i), all of them move by δ, up or down, and a pair counts with the λ of the one that moves:
+* In place of λ a loss takes a ``step`` δ, a length in units of the scores like the margin. The gradient of Algorithm 1
+  is a sum over the pairs of items whose order the move changes: -1/λ for the one that rises, 1/λ for the one that
+  falls. One λ for all carries items by λ·dL/drank, some far and some nowhere. A λ for each relevant item i,
+  λ_i = δ / abs(dL/drank_i), carries all by δ, up or down, and each pair counts with the λ of the item that moved; of
+  two relevant items each takes its own:
 
-      dL/ds_i = -abs(dL/drank_i) · (items that i passes, less those that pass i) / δ           for a relevant item i,
-      dL/ds_j = Σ abs(dL/drank_i) / δ over the relevant i that pass j, less those that j passes  for an irrelevant j.
+      relevant i:    -abs(dL/drank_i) / δ · (items that i passes, less those that it falls behind),
+      irrelevant j:  the sum of abs(dL/drank_i) / δ over the i that pass j, less that over the i that fall behind j.
 
-  What has dL/drank_i = 0 does not move. Relevant items that move alike keep their order, and equal ones too. δ -> 0
-  gives dL/drank_i times the density of the irrelevant items at the threshold s_i - α; δ -> ∞ counts every irrelevant
-  item above, and falls as 1/δ. L is the row's own loss here, so neither weights of rows nor the size of the batch,
-  the number of classes or of items are in it: they multiply the gradient, and λ's invariance holds by construction.
+  An item with dL/drank_i = 0 does not move and has no gradient. Relevant items that move alike, or end with the same
+  score, keep their order. δ -> 0 gives dL/drank_i times the density of irrelevant items at s_i - α, the threshold of i;
+  for δ -> ∞ every irrelevant item above counts. L is the row's own loss: weights and the reduction only multiply, so
+  neither they nor the numbers of rows, items and relevant items change what passes what.
 * Half precision is ranked in float32 with autocast off; the gradient returns in the dtype of the scores.
 """
 
@@ -154,9 +155,8 @@ def rank_loss(
         item_loss: ``(rank, rank_plus, num_relevant) -> loss`` of one relevant item, elementwise over float tensors of
             one shape, differentiable in the first two. Other items may be passed as rank 1 of 1, their loss is ignored.
         lambda_val: λ, in units of normalised ranks of the mean loss (see the module), in [1e-30, 1e30].
-        step: δ in [1e-30, 1e30], in units of the scores, in place of λ (see the module); one of the two. The slopes of
-            ``item_loss`` must be finite then, and ``normalize``, ``lambda_per`` and ``rank_plus_grad``, under which
-            nothing would move, are not to be changed.
+        step: δ in [1e-30, 1e30], in units of the scores, in place of λ (see the module). One of the two must be given.
+            With a step ``normalize``, ``lambda_per`` and ``rank_plus_grad`` have no meaning and must not be given.
         margin: α in [0, 1e30] (Eq. 14), in units of the scores; or several (a sequence, an array or a tensor (M,)),
             over which loss and gradient are averaged: a smoother loss, in as many times the time.
         mask: (..., N) bool; items where it is False are not ranked and get no gradient.
@@ -181,8 +181,9 @@ def rank_loss(
 
     Raises:
         TypeError, ValueError: an input of the wrong type, shape or value; NaN scores; weights that are negative or not
-            finite, grades that are not finite; an ``item_loss`` whose value or slope is NaN. A call that
-            raises leaves the ``generator`` as it was. A second derivative, ``create_graph=True``, is a RuntimeError.
+            finite, grades that are not finite; an ``item_loss`` whose value or slope is NaN, or with a step infinite. A
+            call that raises leaves the ``generator`` as it was. A second derivative, ``create_graph=True``, is a
+            RuntimeError.
     """
     checks.check_scores(scores, mask)
     checks.check_boolean("relevance", relevance, scores)
@@ -239,7 +240,9 @@ def rank_loss(
         item_weights = item_weights / rows.spread(_or_one(sums))
     needs_grad = torch.is_grad_enabled() and scores.requires_grad
     slopes = needs_grad * (1 + rank_plus_grad)
-    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype, slopes, uniform)
+    item_gradient = _item_gradient(
+        item_loss, num_relevant, item_weights, grades, values.dtype, slopes, finite=uniform and needs_grad
+    )
     drawn = generator.get_state() if generator is not None else torch.empty(0)
     try:
         outcomes = []
@@ -307,11 +310,8 @@ def _item_gradient(
                 slopes = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
         losses = losses.detach()
         sums = sum((total(slope) for slope in slopes[:num_slopes] if slope is not None), losses)
-        checks.check_not_nan("the loss of an item and its slope, summed over the rows,", sums)
-        if finite and num_slopes and slopes[0] is not None:
-            checks.check_finite(
-                "with a step, the slope of the loss of an item, summed over the rows,", total(slopes[0])
-            )
+        check = checks.check_finite if finite else checks.check_not_nan
+        check("the loss of an item and its slope, summed over the rows,", sums)
         return losses, slopes[0], slopes[1]
 
     return item_gradient

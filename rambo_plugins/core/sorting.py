@@ -99,20 +99,14 @@ def rank_and_move(problem: Problem) -> Outcome:
 
 
 def unit_of_slopes(largest: Tensor, num_relevant: Tensor) -> Tensor:
-    """Of a row whose largest |dL/drank_i| and number of relevant items P these are: the unit of which the slopes are
-    made whole numbers, so that a sum of them does not depend on its order and one of none, or of all back, is 0.
+    """The unit in which the |dL/drank_i| of a row are whole numbers, from the largest of them and their number P.
 
-    It is a power of two, so that nothing else is rounded by it: 2⁻⁶⁰ of the largest slope times P, both rounded down to
-    powers of two. So P slopes sum up to 2⁶² at most, and a slope is exact to P · 2⁻⁶¹ of the largest: to 2⁻⁵¹ for a
-    thousand relevant items, where float32 itself ends at 2⁻²⁴.
+    Sums of whole numbers do not depend on their order, and what is added and taken back leaves 0. The unit is 2⁻⁶⁰ of
+    P times the largest, rounded down to a power of two: products with it are exact, and sums stay below 2⁶². So a slope
+    is exact to P · 2⁻⁶¹ of the largest one, for a thousand relevant items to 2⁻⁵¹ of it; float32 itself ends at 2⁻²⁴.
     """
-    least = torch.finfo(largest.dtype).tiny
-
-    def power_of_two(values: Tensor) -> Tensor:
-        return values / (2 * values.frexp().mantissa)
-
-    unit = power_of_two(num_relevant.clamp(min=1).to(largest.dtype)) * 2**-60
-    return (power_of_two(largest.clamp(min=least)) * unit).clamp(min=least)
+    unit = (largest * 2**-60 * num_relevant.to(largest.dtype)).clamp(min=torch.finfo(largest.dtype).tiny)
+    return unit / (2 * unit.frexp().mantissa)
 
 
 def _at_or_above(values: Tensor, order: Tensor) -> Tensor:
