@@ -298,6 +298,18 @@ class TestTheStepIsInvariant:
         alone = [grad_of(scores[None], relevant[None]) for scores, relevant in zip(*problem, strict=True)]
         assert torch.equal(torch.cat(alone) / 16, grad_of(*problem))
 
+    @pytest.mark.usefixtures("kernel")
+    def test_to_rows_of_other_slopes(self, problem):
+        scores, relevance = (values[:3] for values in problem)
+        grades = 2.0 ** torch.tensor([-50.0, 0.0, 50.0], dtype=torch.float64)[:, None].expand(3, 64)
+
+        def loss_fn(*given, **options):
+            return rank_loss(*given, GRADED["graded"][0], reduction="sum", **options)[0]
+
+        equal = grad_of(scores, relevance, loss_fn=loss_fn, grades=torch.ones_like(grades))
+        assert equal.any(1).all()
+        assert torch.equal(grad_of(scores, relevance, loss_fn=loss_fn, grades=grades), equal * grades)
+
     def test_to_the_weights_of_the_rows(self, problem):
         weights = 2.0 ** torch.arange(-8, 8)
         weighted = grad_of(*problem, weights=weights, reduction="sum")
