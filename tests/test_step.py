@@ -501,15 +501,20 @@ def test_rank_itself_takes_no_step(problem):
 
 
 @pytest.mark.parametrize("module", [sorting, counting])
-def test_an_infinite_slope_of_one_item_stays_its_own_under_lambda(module, monkeypatch):
-    """W = √r at r = 0: the item moves to infinity, whatever else the kernel holds beside the relevant items."""
+@pytest.mark.parametrize(
+    ("item_loss", "rank_plus_grad"),
+    [(lambda rank, plus, num: (rank - plus).sqrt(), False), (lambda rank, plus, num: rank + (plus - 1).sqrt(), True)],
+)
+def test_an_infinite_slope_of_one_item_stays_its_own_under_lambda(module, item_loss, rank_plus_grad, monkeypatch):
+    """The item moves to infinity, whatever else the kernel holds beside the relevant items."""
     scores, relevance, _ = long_rows("random", 13)
-    options = {"loss_fn": recall_loss, "weighting": torch.sqrt, "step": None, "lambda_val": 2.0}
+    scores[:, 0], relevance[:, 0] = 10.0, True  # r = 0, rank⁺ = 1
     grads = []
     for one in (compiled, module):
         monkeypatch.setattr(kernels, "kernel_for", lambda scores, relevance, one=one: one)
-        scores[:, 0], relevance[:, 0] = 10.0, True
-        grads.append(grad_of(scores, relevance, **options))
+        y = scores.clone().requires_grad_()
+        rank_loss(y, relevance, item_loss, lambda_val=2.0, rank_plus_grad=rank_plus_grad)[0].backward()
+        grads.append(y.grad)
     assert grads[0].any()
     assert torch.equal(*grads)
 

@@ -91,7 +91,6 @@ def rank_and_move(problem: Problem) -> Outcome:
     if needs_grad and to_rank is not None:
         moved_by += positions(order_of(scores + step * to_rank, tie_order, descending=True)) - ranks
     if needs_grad and rank_plus_grad and to_rank_plus is not None:
-        to_rank_plus = torch.where(relevance, to_rank_plus, 0)
         moved_order = order_of(scores + step * to_rank_plus, tie_order, descending=True)
         moved_by += torch.where(relevance, _at_or_above(relevance, moved_order) - ranks_plus, 0)
     grad = moved_by.to(scores.dtype) / torch.where(step == 0, 1, step)
