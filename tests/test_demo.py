@@ -101,9 +101,28 @@ def test_a_finished_run_is_not_trained_again(outcome, monkeypatch):
     assert json.loads((outcome / "metrics.json").read_text())["results"] == before
 
 
+@pytest.fixture
+def small(digits, monkeypatch):
+    """A tenth of the digits, and plots that take no time."""
+    parts = [
+        ImageClasses(
+            (data.images[::10, 0] * 255).round().byte().numpy(),
+            data.labels[::10].numpy(),
+            data.class_names,
+            np.zeros(len(data.labels[::10]), np.int64),
+            ["digits"],
+        )
+        for data in digits
+    ]
+    monkeypatch.setattr(demo, "load_split", lambda name, root: tuple(parts))
+    monkeypatch.setattr(demo, "draw_curves", lambda results, path: path.write_bytes(b"curves"))
+    monkeypatch.setattr(demo, "draw_neighbours", lambda run, path: path.write_bytes(b"neighbours"))
+
+
 QUICK = ["--data", "digits", "--seeds", "1", "--epochs", "2", "--steps", "1", "--losses", "fastap"]
 
 
+@pytest.mark.usefixtures("small")
 def test_other_settings_are_refused_unless_fresh(capsys, tmp_path):
     arguments = [*QUICK, "--steps", "2", "--out", str(tmp_path)]
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
@@ -136,12 +155,12 @@ def test_a_run_goes_on_only_with_the_data_that_it_was_started_with(digits, train
     pixels[0, 0, 0] ^= 1
     names, zeros = test.class_names, np.zeros(len(test), np.int64)
     other = train, ImageClasses(pixels, test.labels.numpy(), names, zeros, ["digits"])
-    with pytest.raises(ValueError, match="trained with other settings .*'test images'"):
+    with pytest.raises(ValueError, match=r"trained with other settings .*'test images'"):
         again(other, trained[0])
     labels = test.labels.numpy().copy()
     labels[3] = (labels[3] + 1) % 5
     other = train, ImageClasses((test.images[:, 0] * 255).round().byte().numpy(), labels, names, zeros, ["digits"])
-    with pytest.raises(ValueError, match="trained with other settings .*'test images'"):
+    with pytest.raises(ValueError, match=r"trained with other settings .*'test images'"):
         again(other, trained[0])
 
 
@@ -185,6 +204,7 @@ def test_a_folder_with_other_things_is_refused_and_left_as_it_is(tmp_path, capsy
         assert contents(tmp_path) == before
 
 
+@pytest.mark.usefixtures("small")
 def test_files_of_the_users_in_our_folder_stay_and_are_not_overwritten(tmp_path, capsys):
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     (tmp_path / "checkpoints" / "mine.pt").write_text("weights")
@@ -202,6 +222,7 @@ def not_finite(run, epoch, bar):
     return 1.0
 
 
+@pytest.mark.usefixtures("small")
 def test_fresh_keeps_the_runs_of_before_until_the_new_ones_are_finished(tmp_path, monkeypatch, capsys):
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     before = {name: content for name, content in contents(tmp_path).items() if name != LIST}
@@ -217,6 +238,7 @@ def test_fresh_keeps_the_runs_of_before_until_the_new_ones_are_finished(tmp_path
     assert set(contents(tmp_path)) == {*before, LIST}
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("what", ["network", "loss"])
 def test_what_is_not_finite_is_not_saved_over_the_last_good_epoch(what, tmp_path, monkeypatch, capsys):
     def later(run, epoch, bar):
@@ -237,32 +259,23 @@ def test_what_is_not_finite_is_not_saved_over_the_last_good_epoch(what, tmp_path
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["fastap-0.pt", "metrics.json", "curves.png", "neighbours.png"])
 def test_a_full_disk_is_said_in_a_line_and_costs_no_finished_work(name, tmp_path, monkeypatch, capsys):
-    def fill(function):
-        def full(path, *arguments, **options):
-            file = arguments[-1] if function is draw_neighbours or function is draw_curves else path
-            if Path(file).name == f".unfinished-{name}" and (name != "fastap-0.pt" or (path.parent / name).exists()):
-                Path(file).write_text("half of i")
-                raise OSError(errno.ENOSPC, "No space left on device", str(file))
-            return function(path, *arguments, **options)
+    def full(path, content, **options):
+        before = path.parent / name  # the first epoch's checkpoint still fits
+        if path.name == f".unfinished-{name}" and (name != "fastap-0.pt" or before.exists()):
+            write_bytes(path, b"half of i")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_bytes(path, content if isinstance(content, bytes) else content.encode())
 
-        return full
-
-    draw_curves, draw_neighbours = demo.draw_curves, demo.draw_neighbours
+    write_bytes = Path.write_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fill(Path.write_bytes))
-        patch.setattr(demo, "draw_curves", fill(draw_curves))
-        patch.setattr(demo, "draw_neighbours", fill(draw_neighbours))
-        if name == "metrics.json":
-            write_text = Path.write_text
-            patch.setattr(
-                Path, "write_text", lambda path, text, **kw: fill(lambda p, t: write_text(p, t, **kw))(path, text)
-            )
+        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(Path, "write_text", full)
         assert main([*QUICK, "--out", str(tmp_path)]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(error) == 1
-    assert "No space left on device" in error[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "No space left on device" in error
     assert not (tmp_path / name).exists()
     assert not list(tmp_path.rglob(".unfinished*"))
     saved = torch.load(tmp_path / "checkpoints" / "fastap-0.pt", weights_only=True)
@@ -277,6 +290,7 @@ def test_a_file_that_a_kill_left_half_written_is_not_read(digits, trained):
     assert len(again(digits, folder).history) == 1
 
 
+@pytest.mark.usefixtures("small")
 def test_interrupted_it_says_so_and_keeps_what_is_finished(tmp_path, monkeypatch, capsys):
     def interrupted(run, epoch, bar):
         if epoch == 2:
