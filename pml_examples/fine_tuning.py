@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from rambo_plugins.evaluation import recall_at_k
 from rambo_plugins.pml import RamboRecallLoss
-from rambo_plugins.pml.datasets import read_folders, test_transform, train_transform
+from rambo_plugins.pml.datasets import check_images, read_folders, test_transform, train_transform
 from rambo_plugins.pml.samplers import SuperLabelBatchSampler
 from rambo_plugins.retrieval.models import build_net
 
@@ -21,8 +21,8 @@ from rambo_plugins.retrieval.models import build_net
 def main(folder: str, steps: int, weights: str, size: int, batch_size: int) -> None:
     torch.manual_seed(0)
     train_set, test_set = read_folders(folder)
-    train_set.check_images(workers=2)  # a damaged file ends the script here, and not after an hour
-    test_set.check_images(workers=2)
+    for images in (train_set, test_set):
+        check_images(images, workers=2)  # a damaged file ends the script here, and not after an hour
     train_set.transform = train_transform(size, resize=size * 8 // 7)
     test_set.transform = test_transform(size, resize=size * 8 // 7)
     sampler = SuperLabelBatchSampler(train_set.labels, batch_size=batch_size, images_per_class=4)

@@ -19,6 +19,7 @@ from rambo_plugins.pml.datasets import (
     COUNTS,
     KS,
     RetrievalImages,
+    check_images,
     load_images,
     read_cub,
     read_folders,
@@ -715,13 +716,13 @@ class TestImages:
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_all_damaged_images_are_reported_at_once(self, images, workers, tmp_path):
-        images.check_images(workers=workers)
+        check_images(images, workers=workers)
         for number in (1, 4, 5, 7, 8, 10):
             Path(images.paths[number]).write_bytes(b"")
         Path(images.paths[11]).unlink()
         state = torch.get_rng_state()
         with pytest.raises(ValueError, match="7 of 12 images cannot be used: ") as caught:
-            images.check_images(workers=workers, progress=True)
+            check_images(images, workers=workers, progress=True)
         assert torch.equal(torch.get_rng_state(), state)
         named = [f"{number}.png" in str(caught.value).replace("11.png", "") for number in range(11)]
         assert [number for number in range(11) if named[number]] == [1, 4, 5, 7, 8]

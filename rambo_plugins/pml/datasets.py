@@ -23,11 +23,11 @@ import numpy as np
 from rambo_plugins.images import check_paths
 from rambo_plugins.pml.class_folders import SUFFIXES, images_below, say_left_out
 from rambo_plugins.pml.lists import read_table
-from rambo_plugins.pml.retrieval_images import RetrievalImages, test_transform, train_transform
+from rambo_plugins.pml.retrieval_images import RetrievalImages, check_images, test_transform, train_transform
 
 __all__ = [
-    "COUNTS", "KS", "SUFFIXES", "RetrievalImages", "load_images", "read_cub", "read_folders", "read_inshop", "read_sop",
-    "test_transform", "train_transform",
+    "COUNTS", "KS", "SUFFIXES", "RetrievalImages", "check_images", "load_images", "read_cub", "read_folders",
+    "read_inshop", "read_sop", "test_transform", "train_transform",
 ]  # fmt: skip
 
 logger = logging.getLogger("rambo_plugins")

@@ -134,28 +134,28 @@ class RetrievalImages(Dataset[tuple[Tensor, int]]):
             torch.default_generator.manual_seed(int.from_bytes(state, "big"))  # torch.manual_seed: the GPUs' too
             return [(self.transform(read_image(self.paths[i])), int(self.labels[i])) for i in indices]
 
-    def check_images(self, *, workers: int = 0, progress: bool = False) -> None:
-        """Decodes every image once, so that damage shows before the first step and not in the third epoch.
 
-        Args:
-            workers: processes that decode.
-            progress: show a bar, which needs tqdm.
+def check_images(images: RetrievalImages, *, workers: int = 0, progress: bool = False) -> None:
+    """Decodes every image once, so that damage shows before the first step and not in the third epoch.
 
-        Raises:
-            ValueError: images that are missing, damaged, or that RGB cannot show: how many, and the first five.
-        """
-        images = _Faults(self.paths)
-        # Its own generator, for a DataLoader draws a seed from the global one.
-        loader = DataLoader(images, 64, num_workers=workers, collate_fn=list, generator=torch.Generator())
-        batches: Iterable[list[str]] = loader
-        if progress:
-            from tqdm import tqdm
+    Args:
+        workers: processes that decode.
+        progress: show a bar, which needs tqdm.
 
-            batches = tqdm(loader, "checking images", unit="batch", leave=False, disable=False)
-        faults = [fault for batch in batches for fault in batch if fault]
-        if faults:
-            first = "; ".join(faults[:5]) + ("; …" if len(faults) > 5 else "")
-            raise ValueError(f"{len(faults):,} of {len(self):,} images cannot be used: {first}")
+    Raises:
+        ValueError: images that are missing, damaged, or that RGB cannot show: how many, and the first five.
+    """
+    # Its own generator, for a DataLoader draws a seed from the global one.
+    loader = DataLoader(_Faults(images.paths), 64, num_workers=workers, collate_fn=list, generator=torch.Generator())
+    batches: Iterable[list[str]] = loader
+    if progress:
+        from tqdm import tqdm
+
+        batches = tqdm(loader, "checking images", unit="batch", leave=False, disable=False)
+    faults = [fault for batch in batches for fault in batch if fault]
+    if faults:
+        first = "; ".join(faults[:5]) + ("; …" if len(faults) > 5 else "")
+        raise ValueError(f"{len(faults):,} of {len(images):,} images cannot be used: {first}")
 
 
 class _Faults(Dataset[str]):
