@@ -239,6 +239,22 @@ def test_fresh_keeps_the_runs_of_before_until_the_new_ones_are_finished(tmp_path
 
 
 @pytest.mark.usefixtures("small")
+def test_new_runs_that_were_finished_are_those_of_before_for_the_next_fresh(tmp_path, monkeypatch):
+    def interrupted(results, path):
+        raise KeyboardInterrupt
+
+    assert main([*QUICK, "--out", str(tmp_path)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "draw_curves", interrupted)  # metrics.json is there, and what was before is not yet gone
+        assert main([*QUICK, "--steps", "2", "--fresh", "--out", str(tmp_path)]) == 130
+    assert (tmp_path / "old" / "metrics.json").exists()
+    new = (tmp_path / "metrics.json").read_bytes()
+    monkeypatch.setattr(Run, "_train_epoch", not_finite)
+    assert main([*QUICK, "--fresh", "--out", str(tmp_path)]) == 2
+    assert (tmp_path / "old" / "metrics.json").read_bytes() == new
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("what", ["network", "loss"])
 def test_what_is_not_finite_is_not_saved_over_the_last_good_epoch(what, tmp_path, monkeypatch, capsys):
     def later(run, epoch, bar):

@@ -34,8 +34,8 @@ class SuperLabelBatchSampler(BatchSampler):
     So the halves hold whole chunks, unless the super class has classes with fewer than m images. An image is twice in a
     batch where two chunks of one class meet, or where a super class has fewer than ``batch_size / 2`` images.
 
-    An image alone in its class has no other to be near to, and a pair of super classes of such images teaches nothing;
-    how many there are is logged as a warning.
+    An image alone in its class has no other to be near to, and batches of such images teach a loss nothing, unless it
+    has proxies. How many there are is logged as a warning.
 
     Without super labels, or with one only, batches are the next ``batch_size`` images of the one row, and an epoch is
     once through it; the last batch is filled up from the start.
@@ -60,7 +60,7 @@ class SuperLabelBatchSampler(BatchSampler):
 
     Raises:
         TypeError: labels that are no integers.
-        ValueError: other shapes, an argument out of range, or no class with two images.
+        ValueError: other shapes, or an argument out of range.
 
     >>> sampler = SuperLabelBatchSampler([0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1], images_per_class=2, batch_size=4,
     ...                                  batches_per_pair=2)
@@ -135,10 +135,11 @@ class SuperLabelBatchSampler(BatchSampler):
         self._next = (epoch, start_batch)
 
     def _check_positives(self, classes: np.ndarray) -> None:
-        """Refuses data without two images of a class, and says what there is of images without another of theirs."""
+        """Says how many images have no other of their class, and which batches teach a loss of pairs nothing."""
         names, counts = np.unique(classes, return_counts=True)
         if counts.max() == 1:
-            raise ValueError(f"labels: expected classes of two images or more, got {len(names):,} of one image each")
+            logger.warning("each of %d classes has a single image: a loss without proxies learns nothing", len(names))
+            return
         if counts.min() == 1:
             logger.warning(
                 "%d of %d classes have a single image: it never has another of its class in a batch",
@@ -151,7 +152,7 @@ class SuperLabelBatchSampler(BatchSampler):
                    for pair in self._pairs)  # fmt: skip
         if idle:
             logger.warning(
-                "%d of %d pairs of super classes have no class with two images: their batches teach nothing",
+                "%d of %d pairs of super classes have no class with two images: only proxies learn from their batches",
                 idle, len(self._pairs),
             )  # fmt: skip
 
