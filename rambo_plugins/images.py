@@ -36,6 +36,12 @@ def read_image(file: str | os.PathLike[str] | BinaryIO, name: str | None = None)
     Raises:
         ValueError: no image, a damaged one, or one that RGB of 8 bits cannot show; it is named.
         OSError: what the file system says, such as FileNotFoundError.
+
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> Image.new("I;16", (1, 1), 40_000).save(file, "png")
+    >>> read_image(file).getpixel((0, 0))
+    (156, 156, 156)
     """
     name = str(file) if name is None else name
     try:

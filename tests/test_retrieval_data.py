@@ -447,11 +447,12 @@ class TestFolders:
         (root / "ant" / "._0.jpg").write_text("no image")
         Painter().paint(root / ".cache" / "0.jpg", 0)
         (root / "fox").mkdir()
+        os.mkfifo(root / "ant" / "pipe.png")
         assert [dataset.paths for dataset in read_folders(root)] == before
         (record,) = caplog.records
         assert record.getMessage() == (
             f"{root}: left out 2 hidden ('.cache', 'ant/._0.jpg'); 4 not named as images ('ant/5.gif', 'ant/a.heic', "
-            "'ant/b\\nc', …); 1 folders without images ('fox')"
+            "'ant/b\\nc', …); 1 neither files nor folders ('ant/pipe.png'); 1 folders without images ('fox')"
         )
 
     def test_what_is_beside_train_and_test_is_said(self, root, caplog):

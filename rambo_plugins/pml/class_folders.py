@@ -69,9 +69,9 @@ def _walk(
         elif entry.is_dir():
             some = True
             yield from _walk(folder, parts, seen, left_out)
-        elif not os.path.exists(entry.path):
-            kind = "broken links"
-        elif entry.is_file() and os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+        elif not entry.is_file():
+            kind = "neither files nor folders" if os.path.exists(entry.path) else "broken links"
+        elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
             some = True
             yield parts
         else:
