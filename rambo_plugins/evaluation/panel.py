@@ -81,10 +81,12 @@ def draw_neighbours(
         title: of the figure.
 
     Raises:
-        OSError: a file that is missing or no image.
+        OSError: a file that is missing.
+        ValueError: no image, or one that RGB cannot show (``rambo_plugins.images``).
     """
     from matplotlib.figure import Figure
-    from PIL import Image
+
+    from rambo_plugins.images import read_image
 
     columns = 1 + max(map(len, neighbours))
     figure = Figure(figsize=(0.9 * columns + 0.3, 0.95 * len(queries) + 0.4), layout="constrained")
@@ -95,9 +97,9 @@ def draw_neighbours(
             axes.spines[:].set_visible(column > 0 and column <= len(found))
             if column > len(found):
                 continue
-            with Image.open(query if column == 0 else found[column - 1]) as image:
-                image.thumbnail((256, 256))
-                axes.imshow(image.convert("RGB"))
+            image = read_image(query if column == 0 else found[column - 1])
+            image.thumbnail((256, 256))
+            axes.imshow(image)
             if column:
                 axes.spines[:].set(color="tab:green" if relevant[row, column - 1] else "tab:red", linewidth=2.5)
     figure.suptitle(title, fontsize=9)
