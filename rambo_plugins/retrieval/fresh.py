@@ -1,0 +1,82 @@
+"""``--fresh``: the run before is kept in ``previous/`` until the new one has a checkpoint and a best network.
+
+``checkpoint.pt`` goes there last, and is the last of it that is deleted, so that an interruption at any point leaves
+one of these:
+
+| previous/checkpoint.pt | other files in previous/ | what it is                                               |
+|------------------------|--------------------------|----------------------------------------------------------|
+| no                     | no                       | nothing was set aside                                    |
+| no                     | yes                      | interrupted on the way: all files of the run before are  |
+|                        |                          | here or there                                            |
+| yes                    | perhaps                  | the run before is there, whole, or has been outlived by  |
+|                        |                          | a new ``best.pt`` and ``checkpoint.pt``                  |
+"""
+
+from __future__ import annotations
+
+import os
+
+from rambo_plugins.folders import OwnFolder
+
+PREVIOUS = "previous/"
+CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+
+
+def prepare(folder: OwnFolder, *, fresh: bool) -> bool:
+    """The files of the run to go on with are in place afterwards; returns whether there is one.
+
+    With ``fresh`` there is none: what was there is set aside. Without, a run that was set aside for one that came to
+    nothing is put back.
+    """
+    if _aside(folder) and not _is(folder, PREVIOUS + CHECKPOINT):
+        _put_back(folder)  # interrupted on the way
+    if fresh:
+        if _is(folder, CHECKPOINT) and (_is(folder, BEST) or not _is(folder, PREVIOUS + CHECKPOINT)):
+            drop(folder)
+            _set_aside(folder)
+        elif _is(folder, PREVIOUS + CHECKPOINT):  # what is in place never had anything to show
+            _remove(folder, [name for name in folder.names if not name.startswith(PREVIOUS)])
+        return False
+    if _is(folder, PREVIOUS + CHECKPOINT) and not _is(folder, CHECKPOINT):
+        _remove(folder, [name for name in folder.names if not name.startswith(PREVIOUS)])
+        _put_back(folder)
+    return _is(folder, CHECKPOINT)
+
+
+def drop(folder: OwnFolder) -> None:
+    """Deletes the run before."""
+    _remove(folder, _aside(folder))
+
+
+def _set_aside(folder: OwnFolder) -> None:
+    names = [name for name in folder.names if not name.startswith(PREVIOUS) and _is(folder, name)]
+    for name in sorted(names, key=lambda name: (name == CHECKPOINT, name)):
+        _move(folder, name, PREVIOUS + name)
+
+
+def _put_back(folder: OwnFolder) -> None:
+    for name in sorted(_aside(folder), key=lambda name: (name != PREVIOUS + CHECKPOINT, name)):
+        if _is(folder, name):
+            _move(folder, name, name.removeprefix(PREVIOUS))
+        else:
+            folder.remove(name)
+
+
+def _move(folder: OwnFolder, name: str, to: str) -> None:
+    target = folder.own(to)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(folder.path / name, target)
+    folder.remove(name)
+
+
+def _remove(folder: OwnFolder, names: list[str]) -> None:
+    if names:
+        folder.remove(*sorted(names, key=lambda name: (name == PREVIOUS + CHECKPOINT, name)))
+
+
+def _aside(folder: OwnFolder) -> list[str]:
+    return [name for name in folder.names if name.startswith(PREVIOUS)]
+
+
+def _is(folder: OwnFolder, name: str) -> bool:
+    return name in folder.names and (folder.path / name).is_file()
