@@ -9,8 +9,11 @@ python -m rambo_plugins.retrieval --data folder --root FOLDER --evaluate-only ru
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +26,7 @@ from rambo_plugins.retrieval import checkpoint
 from rambo_plugins.retrieval.arguments import parse_arguments
 from rambo_plugins.retrieval.data import DRAWN, Data, describe, load_data
 from rambo_plugins.retrieval.errors import CannotGoOn, line_of, refusals
-from rambo_plugins.retrieval.evaluate import evaluate, save_embeddings, shown
+from rambo_plugins.retrieval.evaluate import embedding_files, evaluate, save_embeddings, shown
 from rambo_plugins.retrieval.identity import describe_images
 from rambo_plugins.retrieval.models import EmbeddingNet
 from rambo_plugins.retrieval.processes import first, joined
@@ -33,8 +36,10 @@ PURPOSE = "a run of rambo_plugins.retrieval"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    rank = int(os.environ.get("RANK", 0))
+    with contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext():  # said by the first process
+        args = parse_arguments(arguments)
+    logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(name)s: %(message)s")
     try:
         with joined(args) as group:
             (_train if args.evaluate_only is None else _test)(args, group)
@@ -57,6 +62,7 @@ def _train(args: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
         folder = OwnFolder(args.out, PURPOSE) if first() else None
         data = _load(args)
         run = Run(args, data, folder, group)
+        _own(folder, ["checkpoint.pt", "best.pt", "metrics.json"], args, data)
     if folder is not None:
         print(describe(data), flush=True)
         if len(run.history) > args.epochs:
@@ -95,6 +101,7 @@ def _test(args: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
             )
         net = checkpoint.restore_net(saved)
         data = _load(args)
+        _own(folder, ["evaluation.json"], args, data)
     if folder is not None:
         print(describe(data), flush=True)
     figures = evaluate(net.to(args.device), data, args, group)
@@ -115,6 +122,14 @@ def _load(args: argparse.Namespace) -> Data:
         for images in (data.train, *data.test.values()) if args.evaluate_only is None else data.test.values():
             check_images(images, progress=not args.quiet)
     return data
+
+
+def _own(folder: OwnFolder | None, names: list[str], args: argparse.Namespace, data: Data) -> None:
+    """Raises ValueError before the work where a file of the user's is in the way of one of ours."""
+    if folder is not None:
+        embeddings = [name for split in data.test for name in embedding_files(split)] if args.save_embeddings else []
+        for name in (*names, *embeddings):
+            folder.own(name)
 
 
 def _save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, folder: OwnFolder | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 _WORKERS = ("killed by signal", "exited unexpectedly", "shared memory", "No space left")
+_LOST = ("Connection closed by peer", "Connection reset by peer")
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -43,4 +44,6 @@ def line_of(error: BaseException) -> str | None:
         )
     if isinstance(error, RuntimeError) and "DataLoader worker" in text and any(word in text for word in _WORKERS):
         return f"{text[-200:]}; the last checkpoint is kept: start again with fewer --workers, or 0"
+    if isinstance(error, RuntimeError) and any(word in text for word in _LOST):
+        return f"another process has ended without a word, for example killed for want of memory: {text[-200:]}"
     return None

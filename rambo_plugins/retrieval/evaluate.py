@@ -114,6 +114,11 @@ def shown(figures: dict[str, Any]) -> str:
     return "  ".join(texts) + " (%)"
 
 
+def embedding_files(split: str) -> list[str]:
+    stem = "test" if split == "both" else split
+    return [f"{stem}_embeddings.npy", f"{stem}_labels.npy", f"{stem}_images.txt"]
+
+
 def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, folder: OwnFolder | None) -> list[Path]:
     """Writes ``<split>_embeddings.npy``, ``<split>_labels.npy`` and, of image files, ``<split>_images.txt``.
 
@@ -127,8 +132,7 @@ def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, fol
         embeddings = embed_all(net, images, args)
         if folder is None:
             continue
-        stem = "test" if split == "both" else split
-        names = [f"{stem}_embeddings.npy", f"{stem}_labels.npy", f"{stem}_images.txt"]
+        names = embedding_files(split)
         if old := folder.names & set(names):
             folder.remove(*sorted(old))
         for name, array in zip(names, (embeddings, images.labels), strict=False):
@@ -138,5 +142,5 @@ def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, fol
             with folder.writing(names[2]) as path:
                 lines = (f"{os.path.abspath(image)}\n" for image in images.paths)
                 path.write_text("".join(lines), encoding="utf-8", newline="\n")
-        written += [folder.path / name for name in names if name in folder.names]
+        written += [folder.path / name for name in names if (folder.path / name).exists()]
     return written

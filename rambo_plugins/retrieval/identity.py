@@ -30,6 +30,10 @@ LOOSE = (
 # the smallest K decides which epoch is the best. Neither are the processes: each augments, and normalises, its part.
 
 
+WHOLE = 1 << 28
+"""So many bytes are read in a second or so; of more, where files would be sought one by one, the sizes must do."""
+
+
 def settings(args: argparse.Namespace, data: Data) -> dict[str, Any]:
     """All that decides the outcome of a run, in plain values.
 
@@ -42,12 +46,16 @@ def settings(args: argparse.Namespace, data: Data) -> dict[str, Any]:
 
 
 def describe_images(data: Data) -> dict[str, str]:
-    """Of each split how many images and classes, and a digest of names, file sizes, labels and super labels."""
+    """Of each split how many images and classes, and a digest of names, labels, super labels and files.
+
+    Of the files it takes the sizes, and the contents too where all of them together have at most ``WHOLE`` bytes.
+    """
     splits = {"train": data.train, **{"test" if name == "both" else name: one for name, one in data.test.items()}}
     paths = [path for one in splits.values() if isinstance(one, RetrievalImages) for path in one.paths]
     above = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    whole = sum(map(os.path.getsize, paths)) <= WHOLE
     return {
-        name: f"{len(one):,} of {len(one.labels.unique()):,} classes, digest {_digest(one, above)}"
+        name: f"{len(one):,} of {len(one.labels.unique()):,} classes, digest {_digest(one, above, whole)}"
         for name, one in splits.items()
     }
 
@@ -68,13 +76,15 @@ def check_same(there: dict[str, Any], here: dict[str, Any], path: Path) -> None:
     raise ValueError(f"{path} is of a run with other settings: {said}. {remedy}")
 
 
-def _digest(images: Images, above: str) -> str:
+def _digest(images: Images, above: str, whole: bool) -> str:
     digest = hashlib.sha256()
     for labels in (images.labels, images.super_labels):
         digest.update(b"none" if labels is None else labels.numpy().tobytes())
     if isinstance(images, RetrievalImages):
         for path in images.paths:
             digest.update(os.fsencode(os.path.relpath(path, above or ".")) + b"\0%d\0" % os.path.getsize(path))
+            if whole:
+                digest.update(Path(path).read_bytes())
     else:
         digest.update(images.images.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -80,8 +80,8 @@ def _misfits_of_run(
         args.checkpoint_every % steps == 0 or args.checkpoint_every > args.epochs * steps
     ):
         yield (
-            f"--checkpoint-every {args.checkpoint_every}: after an epoch of {steps} steps there is a checkpoint as it "
-            f"is, and {args.epochs} x {steps} steps to train; expected another number, below that"
+            f"--checkpoint-every {args.checkpoint_every}: every epoch of {steps} steps ends with a checkpoint, "
+            f"and there are {args.epochs * steps} steps; expected fewer, and no multiple of {steps}"
         )
     if not net.norms():
         for name in ("freeze_bn", "sync_bn"):

@@ -17,7 +17,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -122,12 +122,21 @@ class Run:
             )
 
     def train(self) -> None:
-        args, total = self.args, self.args.epochs * self.steps
+        total = self.args.epochs * self.steps
         self.logs = self._tensorboard()
         self._write_metrics()
-        self.bar = tqdm(total=total, initial=min(self.step, total), disable=args.quiet or self.rank > 0)
-        self.model.train()
         batches = self._batches()
+        with tqdm(total=total, initial=min(self.step, total), disable=self.args.quiet or self.rank > 0) as bar:
+            try:
+                self._train(batches, bar, total)
+            finally:
+                batches.close()
+                if self.logs:
+                    self.logs.close()
+
+    def _train(self, batches: Iterator[tuple[Tensor, Tensor]], bar: tqdm, total: int) -> None:
+        args = self.args
+        self.model.train()
         while True:
             if self.step == self.steps * (len(self.history) + 1):
                 self._finish_epoch()
@@ -142,13 +151,9 @@ class Run:
                     self.logs.add_scalar("loss", loss.item(), self.step)
                     self.logs.add_scalar("lr", self.optimizer.param_groups[0]["lr"], self.step)
             self.seconds += time.perf_counter() - start
-            self.bar.update()
+            bar.update()
             if self.step % self.steps == 0 or (args.checkpoint_every and self.step % args.checkpoint_every == 0):
                 self._save("checkpoint.pt")
-        batches.close()
-        self.bar.close()
-        if self.logs:
-            self.logs.close()
 
     @property
     def best(self) -> dict[str, Any]:
