@@ -164,6 +164,7 @@ def test_weights_are_told_by_the_content_of_their_file(images, tmp_path, capsys)
 
 def test_another_number_of_processes_is_another_run(images, run, capsys, monkeypatch):
     monkeypatch.setattr(identity, "num_processes", lambda: 2)
+    monkeypatch.setattr(train, "check_agreed", lambda *_: None)
     assert main(options(images, run)) == 2
     assert "processes was 1, now 2" in one_line(capsys)
 
@@ -223,14 +224,21 @@ def test_a_state_that_is_not_finite_is_never_saved(what, images, tmp_path, capsy
     assert finite(left)
 
 
-DIVERGES = ["--loss", "ContrastiveLoss", "--epochs", "3", "--lr-steps", "1", "--lr-gamma"]
+DIVERGES = ["--epochs", "3", "--lr-steps", "1", "--lr-gamma"]
 
 
-def test_the_remedies_for_a_loss_that_leaves_the_numbers_work(images, tmp_path, capsys):
-    command = options(images, tmp_path / "run", *DIVERGES)
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("ContrastiveLoss", "epoch 2: the loss or the embeddings of 1 of 2 steps are not finite numbers"),
+        ("rambo-recall", "step 4: the embeddings are not finite numbers any more"),
+    ],
+)
+def test_the_remedies_for_training_that_diverges_work(loss, said, images, tmp_path, capsys):
+    command = options(images, tmp_path / "run", "--loss", loss, *DIVERGES)
     assert main([*command, "1e33"]) == 2
     line = one_line(capsys)
-    assert "epoch 2: the loss of 1 of 2 steps is not a finite number; the state of step 2 is kept" in line
+    assert f"{said}; the state of step 2 is kept" in line
     kept = tmp_path / "run" / "checkpoint.pt"
     assert f"--weights {kept}" in line
     assert "--fresh" in line
@@ -239,6 +247,13 @@ def test_the_remedies_for_a_loss_that_leaves_the_numbers_work(images, tmp_path, 
     assert main([*command, "0.5", *other]) == 0
     assert main([*command, "0.5", "--fresh"]) == 0
     assert len(read(tmp_path / "run")["history"]) == 3
+
+
+def test_embeddings_that_are_not_finite_are_seen_where_the_loss_is(images, tmp_path, capsys, monkeypatch):
+    """As where Python's -O switches the losses' own check off."""
+    monkeypatch.setattr(train.Run, "_loss", lambda run, embeddings, labels: embeddings.nan_to_num(0).sum())
+    assert main(options(images, tmp_path, *DIVERGES, "1e33")) == 2
+    assert "epoch 2: the loss or the embeddings of 1 of 2 steps" in capsys.readouterr().err
 
 
 def test_a_loss_that_leaves_the_numbers_is_seen_before_the_epoch_ends(images, tmp_path, capsys, monkeypatch):
@@ -251,7 +266,9 @@ def test_a_loss_that_leaves_the_numbers_is_seen_before_the_epoch_ends(images, tm
     monkeypatch.setattr(train.Run, "_train_step", broken)
     more = ["--steps-per-epoch", "50", "--log-every", "5", "--loss", "ContrastiveLoss"]
     assert main(options(images, tmp_path, *more)) == 2
-    assert "epoch 1: the loss of 2 of 5 steps is not a finite number; nothing was saved" in one_line(capsys)
+    assert "epoch 1: the loss or the embeddings of 2 of 5 steps are not finite numbers; nothing was saved" in one_line(
+        capsys
+    )
     assert len(taken) == 5
 
 
@@ -267,7 +284,7 @@ def test_steps_that_the_gradient_scaler_skips_are_no_failure():
             with pytest.raises(CannotGoOn, match="1 of 3 steps"):
                 watch.check(3, 1, "")
     all_skipped = Watch(torch.device("cpu"), skips=True)
-    all_skipped.add(losses[1], None, torch.tensor([0, 0]))
+    all_skipped.add(losses[1], torch.ones(2, 2), torch.tensor([0, 0]))
     assert all_skipped.check(1, 1, "") == 0.0
     with pytest.raises(CannotGoOn, match="1 of 1 steps"):
         all_skipped.check(1, 1, "", whole=True)
@@ -435,6 +452,7 @@ MENDABLE = {
     ),
     "out of memory: ": MemoryError(),
     "fewer --workers": RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
+    "a check on the GPU failed": RuntimeError("CUDA error: device-side assert triggered"),
     "another process has ended": RuntimeError("gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
 }
 
@@ -649,18 +667,17 @@ def test_processes_with_other_images_are_refused(images, tmp_path, capsys, monke
     def gather(everywhere, own, group):
         everywhere[:] = [own, own | {"test images": "others"}]
 
-    monkeypatch.setattr(train, "num_processes", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(identity, "num_processes", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     assert main(options(images, tmp_path)) == 2
-    assert "process 1 has other settings than process 0: test images is others, here 16 of 4" in one_line(capsys)
+    assert "process 1 has other settings than process 0: test images is others, there 16 of 4" in one_line(capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["one", "all"])
 def test_a_process_that_fails_ends_all_soon_with_one_line(what, images, tmp_path):
     root = shutil.copytree(images, tmp_path / "images")
-    more = [*DIVERGES, "1e33"] if what == "all" else []
+    more = ["--loss", "ContrastiveLoss", *DIVERGES, "1e33"] if what == "all" else []
     if what == "one":  # both processes meet damaged images at other times
         for number, path in enumerate(sorted(root.rglob("*.png"))):
             if number % 3 == 1:
@@ -673,5 +690,5 @@ def test_a_process_that_fails_ends_all_soon_with_one_line(what, images, tmp_path
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
-    assert ("cannot be read as an image" if what == "one" else "not a finite number") in said[0]
+    assert ("cannot be read as an image" if what == "one" else "are not finite numbers") in said[0]
     assert command_errors.__file__ not in done.stderr

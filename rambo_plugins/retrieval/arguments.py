@@ -102,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--data", choices=DATA, required=True)
-    data.add_argument("--root", type=Path, help="folder of the data set; a folder of class folders for --data folder")
+    data.add_argument("--data", choices=DATA, required=True, help="folder: your own images, a folder for each class")
+    data.add_argument("--root", type=Path, help="the folder that holds the data set")
     data.add_argument("--size", type=_positive, help="of the crop in pixels (224; glyphs and omniglot have 28)")
     data.add_argument("--resize", type=_positive, help="shorter side before the crop (256)")
     data.add_argument("--workers", type=_natural, help="processes that decode images, of each process (4)")
@@ -158,7 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--log-every", type=_positive, metavar="STEPS",
                         help="between looks at the loss, which TensorBoard gets too (20)")  # fmt: skip
     output.add_argument("--map-at-r", action="store_true", help="compute MAP@R too, in one process")
-    output.add_argument("--evaluate-only", type=Path, metavar="CHECKPOINT", help="test this network, do not train")
+    output.add_argument("--evaluate-only", type=Path, metavar="CHECKPOINT", help="test this network, do not train; "
+                        "the size of its images is that of its training, and so is --amp if not given")  # fmt: skip
     output.add_argument("--save-embeddings", action="store_true",
                         help="write the best network's embeddings of the test images to --out")  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="no progress bar")

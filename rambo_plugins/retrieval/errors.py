@@ -44,6 +44,11 @@ def line_of(error: BaseException) -> str | None:
         )
     if isinstance(error, RuntimeError) and "DataLoader worker" in text and any(word in text for word in _WORKERS):
         return f"{text[-200:]}; the last checkpoint is kept: start again with fewer --workers, or 0"
+    if isinstance(error, RuntimeError) and "device-side assert" in text:
+        return (
+            "a check on the GPU failed; the lines above say which, and NaN among the scores is training that diverged: "
+            "the last checkpoint is kept, and a smaller --lr makes another run: name another --out, or add --fresh"
+        )
     if isinstance(error, RuntimeError) and any(word in text for word in _LOST):
         return f"another process has ended without a word, for example killed for want of memory: {text[-200:]}"
     return None

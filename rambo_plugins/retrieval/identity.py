@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torchvision
 
 from rambo_plugins.core.distributed import num_processes
@@ -58,6 +59,18 @@ def describe_images(data: Data) -> dict[str, str]:
         name: f"{len(one):,} of {len(one.labels.unique()):,} classes, digest {_digest(one, above, whole)}"
         for name, one in splits.items()
     }
+
+
+def check_agreed(here: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on all processes where one has other settings or images than the first."""
+    if num_processes() == 1:
+        return
+    everywhere: list[Any] = [None] * num_processes()
+    dist.all_gather_object(everywhere, here, group=group)
+    first = everywhere[0]
+    for rank, there in enumerate(everywhere):
+        if other := [f"{name} is {there[name]}, there {first[name]}" for name in first if there[name] != first[name]]:
+            raise ValueError(f"process {rank} has other settings than process 0: {'; '.join(other)}")
 
 
 def check_same(there: dict[str, Any], here: dict[str, Any], path: Path) -> None:

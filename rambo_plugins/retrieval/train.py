@@ -13,8 +13,6 @@ batch norm is frozen, synchronised (CUDA only) or not there. Augmentation is dra
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import time
 from collections.abc import Generator, Iterator
@@ -29,7 +27,6 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rambo_plugins.core.distributed import gather_rows, num_processes
-from rambo_plugins.demo.report import versions
 from rambo_plugins.folders import OwnFolder
 from rambo_plugins.pml.datasets import RetrievalImages
 from rambo_plugins.pml.samplers import SuperLabelBatchSampler
@@ -37,14 +34,12 @@ from rambo_plugins.retrieval import checkpoint, fresh, losses, models
 from rambo_plugins.retrieval.data import Data, read_batches
 from rambo_plugins.retrieval.errors import CannotGoOn
 from rambo_plugins.retrieval.evaluate import AMP, evaluate, shown
-from rambo_plugins.retrieval.identity import check_same, settings
+from rambo_plugins.retrieval.identity import check_agreed, check_same, settings
 from rambo_plugins.retrieval.losses import RAMBO, build_loss, build_miner
 from rambo_plugins.retrieval.models import build_net
+from rambo_plugins.retrieval.records import tensorboard, write_metrics
 from rambo_plugins.retrieval.refusals import check_run
 from rambo_plugins.retrieval.watch import Watch
-
-EVENTS = ".rambo"
-"""How the names of our TensorBoard files end."""
 
 
 class Run:
@@ -91,7 +86,7 @@ class Run:
         self.miner = build_miner(args.miner, args.miner_args) if args.miner else None
         check_run(args, data, self.net, self.loss_fn, self.steps, num_processes())
         self.settings = settings(args, data)
-        self._agree()
+        check_agreed(self.settings, group)
         if args.sync_bn:
             self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
         self.net.to(args.device)
@@ -123,8 +118,9 @@ class Run:
 
     def train(self) -> None:
         total = self.args.epochs * self.steps
-        self.logs = self._tensorboard()
-        self._write_metrics()
+        self.logs = None if self.folder is None else tensorboard(self.folder, self.step + 1)
+        if self.folder is not None and self.history:
+            write_metrics(self.folder, self.settings, self.history, self.best)
         batches = self._batches()
         with tqdm(total=total, initial=min(self.step, total), disable=self.args.quiet or self.rank > 0) as bar:
             try:
@@ -205,7 +201,7 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.images = images[:8]
-        self.watch.add(loss.detach(), embeddings.grad, labels)
+        self.watch.add(loss.detach(), embeddings, labels)
         return loss.detach()
 
     def _loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -213,6 +209,9 @@ class Run:
             tuples = self.miner(embeddings, labels) if self.miner else None
             return self.loss_fn(embeddings, labels, tuples)
         except (ValueError, AssertionError) as error:  # what PML says of a batch that it does not take
+            if not embeddings.isfinite().all():
+                what = f"step {self.step + 1}: the embeddings are not finite numbers any more"
+                raise CannotGoOn(f"{what}; {self._remedy()}") from error
             if self.args.loss in RAMBO and self.miner is None:
                 raise
             raise CannotGoOn(f"--loss {self.args.loss}, step {self.step + 1}: {error}") from error
@@ -234,13 +233,9 @@ class Run:
     def _finish_epoch(self) -> None:
         mean, lr, epoch = self._mean_loss(whole=True), self.optimizer.param_groups[0]["lr"], len(self.history) + 1
         figures = evaluate(self.net, self.data, self.args, self.group)
-        hints = {
-            "pairs": "" if any(True for _ in self.loss_fn.parameters()) else ", of which this loss learns",
-            "lambda": "; λ is too small for any item to move: give --loss-args a larger lambda_val"
-            if self.args.loss in RAMBO
-            else "",
-        }
-        moved = self.watch.finish(epoch, mean, hints)
+        moved = self.watch.finish(
+            epoch, mean, rambo=self.args.loss in RAMBO, pairs_only=not any(True for _ in self.loss_fn.parameters())
+        )
         entry = {"epoch": epoch, "loss": mean, "lr": lr, **figures}
         entry |= {"seconds": self.seconds, "steps_with_gradient": moved}
         self.history.append(entry)
@@ -250,7 +245,7 @@ class Run:
         self._save("checkpoint.pt")
         if self.folder is not None:
             fresh.drop(self.folder)
-        self._write_metrics()
+            write_metrics(self.folder, self.settings, self.history, self.best)
         if self.logs:
             for name, value in figures.items():
                 if value is not None:
@@ -288,18 +283,6 @@ class Run:
         if broken is not None:
             raise CannotGoOn(f"step {self.step}: {broken} is not finite any more; {self._remedy()}")
 
-    def _agree(self) -> None:
-        """Raises ValueError where the processes have different settings or images."""
-        if num_processes() == 1:
-            return
-        everywhere: list[Any] = [None] * num_processes()
-        dist.all_gather_object(everywhere, self.settings, group=self.group)
-        for rank, there in enumerate(everywhere):
-            other = [name for name in self.settings if there[name] != self.settings[name]]
-            if other:
-                said = "; ".join(f"{name} is {there[name]}, here {self.settings[name]}" for name in other)
-                raise ValueError(f"process {rank} has other settings than process {self.rank}: {said}")
-
     def _try_out(self) -> None:
         args = self.args
         image, _ = self.data.train[0]
@@ -326,29 +309,6 @@ class Run:
         self.step, self.history, self.seconds = saved["step"], saved["history"], saved["seconds"]
         self.saved_step = self.step
         self.watch.sums = saved["sums"].to(self.args.device)
-
-    def _write_metrics(self) -> None:
-        if self.folder is None or not self.history:
-            return
-        outcome = {"settings": self.settings, "history": self.history, "best": self.best}
-        outcome["versions"] = versions()
-        with self.folder.writing("metrics.json") as path:
-            path.write_text(json.dumps(outcome, indent=1) + "\n")
-
-    def _tensorboard(self) -> Any:
-        if self.folder is None:
-            return None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            return None
-        logs = self.folder.path / "tensorboard"
-        before = set(os.listdir(logs)) if logs.exists() else set()
-        writer = SummaryWriter(str(logs), purge_step=self.step + 1, filename_suffix=EVENTS)
-        for name in set(os.listdir(logs)) - before:
-            if name.endswith(EVENTS):
-                self.folder.adopt(f"tensorboard/{name}")
-        return writer
 
 
 def _seed(*numbers: int) -> None:

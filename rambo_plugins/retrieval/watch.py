@@ -13,7 +13,7 @@ logger = logging.getLogger("rambo_plugins")
 
 
 class Watch:
-    """The sums of the epoch so far: the loss, steps with a finite loss, with a gradient, and with a pair of one class.
+    """The sums of the epoch so far: the loss, steps that were finite, with a gradient, and with a pair of one class.
 
     With ``skips`` a step whose gradient is not finite is skipped by the GradScaler, and is no failure.
     """
@@ -23,9 +23,9 @@ class Watch:
         self.sums = torch.zeros(4, device=device)
         self.warned: set[str] = set()
 
-    def add(self, loss: Tensor, gradient: Tensor | None, labels: Tensor) -> None:
-        """A step: its loss (), the gradient of its embeddings, and their labels (B,)."""
-        finite = loss.isfinite()
+    def add(self, loss: Tensor, embeddings: Tensor, labels: Tensor) -> None:
+        """A step: its loss (), its embeddings (B, D) with their gradient, and their labels (B,)."""
+        finite, gradient = loss.isfinite() & embeddings.detach().isfinite().all(), embeddings.grad
         moves = torch.zeros_like(finite) if gradient is None else gradient.isfinite().all() & gradient.any()
         pairs = (labels.sort().values.diff() == 0).any()
         self.sums += torch.stack(
@@ -41,21 +41,29 @@ class Watch:
         total, finite = self.sums[:2].tolist()
         if finite == steps or (self.skips and (finite or not whole)):
             return total / finite if finite else 0.0
-        bad = f"the loss of {steps - int(finite)} of {steps} steps is not a finite number"
+        bad = f"the loss or the embeddings of {steps - int(finite)} of {steps} steps are not finite numbers"
         raise CannotGoOn(f"epoch {epoch}: {bad}; {remedy}")
 
-    def finish(self, epoch: int, mean: float, hints: dict[str, str]) -> int:
-        """Warns of an epoch that taught nothing, once a kind; returns the steps with a gradient, and starts anew."""
+    def finish(self, epoch: int, mean: float, *, rambo: bool, pairs_only: bool) -> int:
+        """Warns of an epoch that taught nothing, once a kind; returns the steps with a gradient, and starts anew.
+
+        Args:
+            mean: the mean loss.
+            rambo: the loss has a λ.
+            pairs_only: the loss learns of pairs, and not of proxies.
+        """
         _, _, gradients, pairs = (int(value) for value in self.sums.tolist())
         self.sums = torch.zeros_like(self.sums)
         if not pairs:
-            self._warn("pairs", f"epoch {epoch}: no batch had two images of one class{hints['pairs']}")
+            learns = ", of which this loss learns" if pairs_only else ""
+            self._warn("pairs", f"epoch {epoch}: no batch had two images of one class{learns}")
         if gradients:
             return gradients
         if self.skips:
             why = "fp16 skipped every step, as no gradient was finite; --amp bf16 has the range of float32"
         elif mean:
-            why = f"every gradient was zero{hints['lambda']}"
+            small = "; λ is too small for any item to move: give --loss-args a larger lambda_val"
+            why = f"every gradient was zero{small if rambo else ''}"
         else:
             why = "the loss of every step was 0"
         self._warn("gradients", f"epoch {epoch}: nothing was learnt: {why}")
