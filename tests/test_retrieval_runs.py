@@ -185,6 +185,23 @@ def test_fewer_epochs_than_there_are_is_said(images, run, capsys):
     assert "holds 2 epochs already, more than --epochs 1" in capsys.readouterr().out
 
 
+def test_embeddings_of_an_earlier_network_are_said(images, tmp_path, capsys, monkeypatch):
+    figures = iter([{"recall_at_1": 0.5}, {"recall_at_1": 0.4}, {"recall_at_1": 0.6}])
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(figures))
+    assert main(options(images, tmp_path, "--ks", "1", "--save-embeddings")) == 0
+    assert main(options(images, tmp_path, "--ks", "1", "--epochs", "2")) == 0
+    assert "earlier network" not in capsys.readouterr().out
+    assert main(options(images, tmp_path, "--ks", "1", "--epochs", "3")) == 0
+    assert "test_embeddings.npy is of an earlier network than best.pt" in capsys.readouterr().out
+
+
+def test_rates_that_drop_after_the_last_epoch_are_said(images, tmp_path, capsys):
+    assert main(options(images, tmp_path, "--lr-steps", "1", "2")) == 0
+    assert "learning rates drop after epoch 2 too, but --epochs 1 is the last" in capsys.readouterr().out
+    assert main(options(images, tmp_path, "--lr-steps", "1", "2", "--epochs", "3")) == 0
+    assert "rates drop" not in capsys.readouterr().out
+
+
 # What is kept of a run that breaks
 
 
@@ -266,9 +283,8 @@ def test_a_loss_that_leaves_the_numbers_is_seen_before_the_epoch_ends(images, tm
     monkeypatch.setattr(train.Run, "_train_step", broken)
     more = ["--steps-per-epoch", "50", "--log-every", "5", "--loss", "ContrastiveLoss"]
     assert main(options(images, tmp_path, *more)) == 2
-    assert "epoch 1: the loss or the embeddings of 2 of 5 steps are not finite numbers; nothing was saved" in one_line(
-        capsys
-    )
+    said = "epoch 1: the loss or the embeddings of 2 of 5 steps are not finite numbers; nothing was saved"
+    assert said in one_line(capsys)
     assert len(taken) == 5
 
 

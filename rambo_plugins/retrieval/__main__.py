@@ -29,14 +29,14 @@ from rambo_plugins.retrieval.errors import CannotGoOn, line_of, refusals
 from rambo_plugins.retrieval.evaluate import embedding_files, evaluate, save_embeddings, shown
 from rambo_plugins.retrieval.identity import describe_images
 from rambo_plugins.retrieval.models import EmbeddingNet
-from rambo_plugins.retrieval.processes import first, joined
+from rambo_plugins.retrieval.processes import expected_processes, first, joined
 from rambo_plugins.retrieval.train import Run
 
 PURPOSE = "a run of rambo_plugins.retrieval"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK", 0)) if expected_processes() > 1 else 0
     with contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext():  # said by the first process
         args = parse_arguments(arguments)
     logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(name)s: %(message)s")
@@ -67,16 +67,26 @@ def _train(args: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
         print(describe(data), flush=True)
         if len(run.history) > args.epochs:
             print(f"{args.out} holds {len(run.history)} epochs already, more than --epochs {args.epochs}")
+        if "lr_steps" in args.given and args.lr_steps and args.lr_steps[-1] >= args.epochs:
+            print(f"learning rates drop after epoch {args.lr_steps[-1]} too, but --epochs {args.epochs} is the last")
     run.train()
     if folder is not None:
         unlearnt = "" if run.learnt else "; no step had a gradient, so this is the network as it was at the start"
         print(f"best: {shown(run.best)}{unlearnt}; {args.out} holds metrics.json, best.pt and checkpoint.pt")
+        old = [name for split in data.test for name in embedding_files(split)[:1] if _older(folder, name, "best.pt")]
+        if old and not args.save_embeddings:
+            print(f"{', '.join(old)} is of an earlier network than best.pt; --save-embeddings writes it anew")
     if args.save_embeddings:
         if num_processes() > 1:
             dist.barrier(group)  # the first process has written it
         with refusals():
             net = checkpoint.restore_net(checkpoint.read(args.out / "best.pt"))
         _save_embeddings(net, data, args, folder)
+
+
+def _older(folder: OwnFolder, name: str, than: str) -> bool:
+    paths = [folder.path / one for one in (name, than)]
+    return all(path.exists() for path in paths) and paths[0].stat().st_mtime_ns < paths[1].stat().st_mtime_ns
 
 
 def _test(args: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
