@@ -554,6 +554,20 @@ def test_a_fresh_run_goes_on_from_its_own_checkpoint(images, run):
     assert not (run / "previous").exists()
 
 
+def test_what_was_evaluated_meanwhile_stays(images, finished, run):
+    test = ["--data", "folder", "--root", str(images), "--out", str(run), "--device", "cpu", "--quiet"]
+    other = ["--evaluate-only", str(finished / "best.pt"), "--save-embeddings"]
+    assert main(options(images, run, "--save-embeddings")) == 0
+    interrupted_fresh(images, run, step=1)
+    assert main([*test, *other, "--ks", "1"]) == 0
+    evaluated = contents(run)
+    assert main(options(images, run)) == 0
+    for name in ("evaluation.json", "test_embeddings.npy", "test_labels.npy", "test_images.txt"):
+        assert contents(run)[name] == evaluated[name]
+    assert main(options(images, run, "--fresh")) == 0
+    assert contents(run)["evaluation.json"] == evaluated["evaluation.json"]
+
+
 class Stopped(BaseException):
     pass
 
@@ -701,7 +715,7 @@ def test_a_process_that_fails_ends_all_soon_with_one_line(what, images, tmp_path
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rambo_plugins.retrieval"]
     done = subprocess.run(
         [sys.executable, *launch, *options(root, tmp_path / "run", *more)],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -19,7 +19,7 @@ import os
 from rambo_plugins.folders import OwnFolder
 
 PREVIOUS = "previous/"
-CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+CHECKPOINT, BEST, EVALUATION = "checkpoint.pt", "best.pt", "evaluation.json"
 
 
 def prepare(folder: OwnFolder, *, fresh: bool) -> bool:
@@ -35,10 +35,10 @@ def prepare(folder: OwnFolder, *, fresh: bool) -> bool:
             drop(folder)
             _set_aside(folder)
         elif _is(folder, PREVIOUS + CHECKPOINT):  # what is in place never had anything to show
-            _remove(folder, [name for name in folder.names if not name.startswith(PREVIOUS)])
+            _remove(folder, _of_a_run(folder))
         return False
     if _is(folder, PREVIOUS + CHECKPOINT) and not _is(folder, CHECKPOINT):
-        _remove(folder, [name for name in folder.names if not name.startswith(PREVIOUS)])
+        _remove(folder, _of_a_run(folder))
         _put_back(folder)
     return _is(folder, CHECKPOINT)
 
@@ -49,17 +49,19 @@ def drop(folder: OwnFolder) -> None:
 
 
 def _set_aside(folder: OwnFolder) -> None:
-    names = [name for name in folder.names if not name.startswith(PREVIOUS) and _is(folder, name)]
+    aside = {*_aside(folder), EVALUATION}  # an evaluation says itself what it is of
+    names = [name for name in folder.names - aside if _is(folder, name)]
     for name in sorted(names, key=lambda name: (name == CHECKPOINT, name)):
         _move(folder, name, PREVIOUS + name)
 
 
 def _put_back(folder: OwnFolder) -> None:
     for name in sorted(_aside(folder), key=lambda name: (name != PREVIOUS + CHECKPOINT, name)):
-        if _is(folder, name):
-            _move(folder, name, name.removeprefix(PREVIOUS))
-        else:
+        to = name.removeprefix(PREVIOUS)
+        if not _is(folder, name):
             folder.remove(name)
+        elif not _is(folder, to):  # it may be of an --evaluate-only since then
+            _move(folder, name, to)
 
 
 def _move(folder: OwnFolder, name: str, to: str) -> None:
@@ -72,6 +74,11 @@ def _move(folder: OwnFolder, name: str, to: str) -> None:
 def _remove(folder: OwnFolder, names: list[str]) -> None:
     if names:
         folder.remove(*sorted(names, key=lambda name: (name == PREVIOUS + CHECKPOINT, name)))
+
+
+def _of_a_run(folder: OwnFolder) -> list[str]:
+    own = (CHECKPOINT, BEST, "metrics.json")
+    return [name for name in folder.names if name in own or name.startswith("tensorboard/")]
 
 
 def _aside(folder: OwnFolder) -> list[str]:
