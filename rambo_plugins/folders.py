@@ -69,6 +69,17 @@ class OwnFolder:
             self._save()
         return path
 
+    def adopt(self, name: str) -> None:
+        """Lists a file that was just made for us, by a writer that chooses names itself.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not (self.path / name).is_file():
+            raise ValueError(f"{self.path / name}: expected a file that was just written")
+        self.names.add(name)
+        self._save()
+
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         """A path to write to, which becomes the file ``name`` whole, or not at all if the block raises."""
