@@ -23,12 +23,15 @@ from mmdet.utils import register_all_modules
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import EMAHook, Hook, SyncBuffersHook
 from mmengine.logging import MessageHub
+from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
+from mmengine.runner.checkpoint import load_state_dict
 
 from rambo_plugins.core import average_precision_loss
 from rambo_plugins.core.detection import DetectionLoss
-from rambo_plugins.mmdet import RamboLoss, RamboRetinaHead
+from rambo_plugins.mmdet import RamboLoss, RamboRetinaHead, losses
+from rambo_plugins.mmdet.heads import check_heads
 from rambo_plugins.mmdet.train import main as train_main
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +152,7 @@ def test_the_auxiliary_loss_is_the_toolkits_own_and_fades():
         loss = loss_fn(logits, labels, weight, avg_factor=5.0)
         torch.testing.assert_close(loss, alone + 3 * 0.4 * factor * cross_entropy)
         resumed = RamboLoss(memory=0, loss_weight=3.0, aux_weight=0.4, aux_steps=4)
-        resumed.load_state_dict(loss_fn.state_dict())
+        resumed.resume(loss_fn.run_state())
         loss_fn = resumed
     softmax, labels = rois(2, num_channels=NUM_CLASSES + 1)
     loss = RamboLoss(use_sigmoid=False, memory=0, aux_weight=0.4)(softmax, labels)
@@ -239,12 +242,99 @@ def test_what_cannot_be_ranked_is_refused():
         loss_fn(logits, labels)
 
 
-def test_one_background_channel_too_many_is_noticed():
+@pytest.fixture
+def warnings_of_the_loss(monkeypatch):
+    said = []
+    monkeypatch.setattr(losses, "print_log", lambda message, logger, level: said.append(message))
+    return said
+
+
+@pytest.mark.parametrize("num_background", [0, 1])
+def test_a_batch_that_is_mostly_of_the_last_class_is_ranked(num_background, warnings_of_the_loss):
+    logits, _ = rois(5)
+    labels = torch.full((len(logits),), NUM_CLASSES - 1)
+    labels[:3] = 0
+    labels[len(labels) - num_background :] = NUM_CLASSES
+    loss_fn = RamboLoss(lambda_val=3.0)
+    torch.testing.assert_close(loss_fn(logits, labels), core_loss(logits, labels, lambda_val=3.0))
+    assert len(warnings_of_the_loss) == (num_background == 0)  # with a background box all is clear
+    loss_fn(logits, labels)
+    assert len(warnings_of_the_loss) <= 1
+    roi = RamboLoss(lambda_val=3.0)
+    roi.get_cls_channels(NUM_CLASSES)
+    roi(logits, labels)
+    assert len(warnings_of_the_loss) == (num_background == 0)
+
+
+def test_one_background_channel_too_many_is_suspected(warnings_of_the_loss):
     logits, _ = rois(5, num_channels=NUM_CLASSES + 1)
     labels = torch.full((len(logits),), NUM_CLASSES)
     labels[:5] = 0
-    with pytest.raises(ValueError, match="the last of the 5 channels looks like the background"):
-        RamboLoss()(logits, labels)
+    RamboLoss()(logits, labels)
+    (said,) = warnings_of_the_loss
+    assert "most boxes have the last label of 5 channels and none is background" in said
+
+
+def test_weights_have_no_memory_of_the_run_that_trained_them():
+    trained = RamboLoss(memory=3, aux_weight=0.5, aux_steps=9)
+    trained(*rois(0))
+    assert trained.state_dict() == {}
+    for classes in (NUM_CLASSES, 2):
+        fresh = RamboLoss(memory=3, aux_weight=0.5, aux_steps=9)
+        load_state_dict(fresh, trained.state_dict(), strict=True)  # mmengine's
+        fresh.load_state_dict(trained.state_dict(), strict=True)
+        assert (len(fresh.rank_loss.memory), fresh.num_steps) == (0, 0)
+        logits = torch.randn(8, classes, requires_grad=True)
+        expected = RamboLoss(memory=0, aux_weight=0.5)(logits, torch.arange(8) % (classes + 1))
+        torch.testing.assert_close(fresh(logits, torch.arange(8) % (classes + 1)), expected)
+
+
+@pytest.mark.parametrize("memory", [0, 2])
+def test_a_run_state_goes_on_exactly_and_none_starts_anew(memory):
+    options = {"memory": memory, "lambda_val": 3.0, "aux_weight": 0.5, "aux_steps": 5}
+    loss_fn, resumed = RamboLoss(**options), RamboLoss(**options)
+    for number in range(3):
+        loss_fn(*rois(number))
+    resumed(*rois(9))
+    resumed.resume(copy.deepcopy(loss_fn.run_state()))
+    torch.testing.assert_close(resumed(*rois(4)), loss_fn(*rois(4)), rtol=0, atol=0)
+    resumed.resume(None)
+    torch.testing.assert_close(resumed(*rois(5)), RamboLoss(**options)(*rois(5)), rtol=0, atol=0)
+
+
+def test_a_call_that_failed_and_is_repeated_counts_once(monkeypatch):
+    loss_fn = RamboLoss(memory=2, aux_weight=0.5, aux_steps=5)
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("as a GPU would")
+
+    for part in (loss_fn.aux_loss, loss_fn.rank_loss):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, "forward", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_fn(*rois(0))
+    assert (len(loss_fn.rank_loss.memory), loss_fn.num_steps) == (0, 0)
+    loss_fn(*rois(0))
+    assert (len(loss_fn.rank_loss.memory), loss_fn.num_steps) == (20, 1)
+
+
+def test_scores_that_are_nan_are_refused_and_not_remembered():
+    loss_fn = RamboLoss(memory=2)
+    logits, labels = rois(0)
+    with torch.no_grad():
+        logits[3] = torch.nan
+    with pytest.raises(ValueError, match="4 NaN of 80"):
+        loss_fn(logits, labels)
+    assert len(loss_fn.rank_loss.memory) == 0
+
+
+def test_evaluation_mode_reaches_the_memory():
+    loss_fn = RamboLoss(memory=2)
+    loss_fn.eval()(*rois(0))
+    assert len(loss_fn.rank_loss.memory) == 0
+    torch.nn.Sequential(loss_fn).train()
+    loss_fn(*rois(0))
+    assert len(loss_fn.rank_loss.memory) == 20
 
 
 # --- a detector -------------------------------------------------------------------------------------------------------
@@ -368,6 +458,7 @@ SUPPORTED = {
 def test_supported_heads_train_and_detect(name):
     config, swap = SUPPORTED[name]
     model = MODELS.build(stock(config, swap))
+    check_heads(model)
     if name.startswith("sparse"):
         model.init_weights()  # boxes that are boxes
     data = batch_of(model, with_mask=name == "mask")
@@ -395,15 +486,28 @@ def test_supported_heads_train_and_detect(name):
 
 REFUSED = {
     "double head": ("double_heads/dh-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "needs use_sigmoid=False"),
-    "SABL": ("sabl/sabl-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "needs use_sigmoid=False"),
+    "PAA": ("paa/paa_r50_fpn_1x_coco.py", dense(), "one value for all boxes"),
     "GFL": ("gfl/gfl_r50_fpn_1x_coco.py", dense(), "GFL, TOOD"),
     "TOOD": ("tood/tood_r50_fpn_1x_coco.py", dense(), "GFL, TOOD"),
+}
+REFUSED_BEFORE_A_RUN = {
+    "double head": (*REFUSED["double head"][:2], "expected 4 channels .*, got 5: .* needs use_sigmoid=False"),
+    "SABL": ("sabl/sabl-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "roi_head.bbox_head .SABLHead.: .* got 5: .*SABL"),
     "use_sigmoid not in the config": (
         "fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py",
         rambo(memory=0),
-        "needs use_sigmoid=True written in the config",
+        "expected 4 channels for 4 classes with use_sigmoid=True, got 5: .* written in the config",
     ),
+    "levels by themselves": ("retinanet/retinanet_r50_fpn_1x_coco.py", dense(), "RetinaHead.* calls its loss for each"),
+    "levels of ATSS": ("atss/atss_r50_fpn_1x_coco.py", dense(), "ATSSHead.* calls its loss for each level"),
 }
+
+
+@pytest.mark.parametrize("name", REFUSED_BEFORE_A_RUN)
+def test_heads_that_cannot_be_served_are_refused_before_a_run(name):
+    config, swap, message = REFUSED_BEFORE_A_RUN[name]
+    with pytest.raises(ValueError, match=message):
+        check_heads(MODELS.build(stock(config, swap)))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -511,6 +615,179 @@ def test_weight_averaging_and_synced_buffers_leave_the_memory_alone(scenes, tmp_
     assert len(whole.model.roi_head.bbox_head.loss_cls.rank_loss.memory) > 0
 
 
+class Boxes(BaseModel):
+    """A linear classifier of given boxes, for runs that take no time."""
+
+    def __init__(self, loss):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.fc = torch.nn.Linear(5, NUM_CLASSES)
+        self.fc.weight.data.copy_(torch.randn(NUM_CLASSES, 5, generator=generator))
+        self.fc.bias.data.zero_()
+        self.loss_cls = RamboLoss(**{"memory": 3, "lambda_val": 3.0, "aux_weight": 0.5, "aux_steps": 9, **loss})
+
+    def forward(self, inputs, labels, mode):
+        return {"loss_cls": self.loss_cls(self.fc(torch.cat(inputs)), torch.cat(labels))}
+
+
+def boxes_run(folder, epochs=3, loss=(), launcher="none", by_epoch=True, hooks=(), **options):
+    """A run of 4 steps an epoch, of 2 processes 2 each, on boxes that differ; trained."""
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        {"inputs": torch.randn(6, 5, generator=generator), "labels": torch.randint(5, (6,), generator=generator)}
+        for _ in range(8)
+    ]
+    loop = {"by_epoch": True, "max_epochs": epochs} if by_epoch else {"by_epoch": False, "max_iters": 4 * epochs}
+    runner = Runner(
+        Boxes(dict(loss)),
+        str(folder),
+        train_dataloader={"dataset": data, "sampler": {"type": "InfiniteSampler" if not by_epoch else "DefaultSampler",
+                                                       "shuffle": False}, "batch_size": 2},
+        train_cfg=loop,
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.5}},
+        default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1 if by_epoch else 4,
+                                      "by_epoch": by_epoch}},
+        custom_hooks=list(hooks),
+        launcher=launcher,
+        default_scope="mmdet",
+        experiment_name=f"{folder}{options}{epochs}",
+        cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "broadcast_buffers": False}},
+        **options,
+    )  # fmt: skip
+    runner.train()
+    return runner
+
+
+def saved_state(folder, name="epoch_3.pth"):
+    return torch.load(Path(folder) / name, weights_only=False)["rambo_state"]
+
+
+def log_of(runner):
+    return next(Path(runner.log_dir).glob("*.log")).read_text()
+
+
+def same(first, second):
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    return True
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_resuming_restores_the_memory_and_the_fading_loss(tmp_path, by_epoch):
+    last, middle = ("epoch_3.pth", "epoch_2.pth") if by_epoch else ("iter_12.pth", "iter_8.pth")
+    whole = boxes_run(tmp_path / "whole", by_epoch=by_epoch)
+    boxes_run(tmp_path / "parts", 2, by_epoch=by_epoch)
+    resumed = boxes_run(tmp_path / "parts", by_epoch=by_epoch, resume=True)
+    elsewhere = boxes_run(
+        tmp_path / "elsewhere", by_epoch=by_epoch, resume=True, load_from=str(tmp_path / "whole" / middle)
+    )
+    for folder, other in (("parts", resumed), ("elsewhere", elsewhere)):
+        states_equal(whole, other)
+        assert same(saved_state(tmp_path / "whole", last), saved_state(tmp_path / folder, last))
+        assert "loss_cls: the memory goes on with 36 boxes" in log_of(other)
+    (state,) = saved_state(tmp_path / "whole", last)["losses"]["loss_cls"]
+    assert (state["num_steps"], state["memory"]["pushes"]) == (12, 12)
+
+
+def test_a_run_that_loads_weights_starts_anew(tmp_path):
+    boxes_run(tmp_path / "old", 2)
+    new = boxes_run(tmp_path / "new", 1, load_from=str(tmp_path / "old" / "epoch_2.pth"))
+    weights = torch.load(tmp_path / "old" / "epoch_2.pth", weights_only=False)["state_dict"]
+    torch.save(weights, tmp_path / "weights.pth")
+    expected = boxes_run(tmp_path / "expected", 1, load_from=str(tmp_path / "weights.pth"))
+    assert set(weights) == {"fc.weight", "fc.bias"}
+    states_equal(new, expected)
+    assert same(saved_state(tmp_path / "new", "epoch_1.pth"), saved_state(tmp_path / "expected", "epoch_1.pth"))
+    assert saved_state(tmp_path / "new", "epoch_1.pth")["losses"]["loss_cls"][0]["memory"]["pushes"] == 4
+    other = boxes_run(tmp_path / "other", 1, {"memory": 1}, load_from=str(tmp_path / "old" / "epoch_2.pth"))
+    assert "the memory" not in log_of(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda saved: saved.pop("rambo_state"), "the checkpoint has no state of this loss"),
+        (lambda saved: saved["rambo_state"]["losses"].clear(), "the checkpoint has no state of this loss"),
+        (
+            lambda saved: saved["rambo_state"].update(processes=2),
+            "the checkpoint has those of 1 of 2 processes, and this run has 1",
+        ),
+        (
+            lambda saved: saved["rambo_state"]["losses"]["loss_cls"].append({}) or saved["rambo_state"].update(processes=2),
+            "the checkpoint has those of 2 of 2 processes, and this run has 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_memory_that_cannot_be_restored_starts_empty_and_the_log_says_so(tmp_path, change, said):
+    boxes_run(tmp_path, 2)
+    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=False)
+    change(saved)
+    torch.save(saved, tmp_path / "epoch_2.pth")
+    resumed = boxes_run(tmp_path, 3, resume=True)
+    assert log_of(resumed).count(f"loss_cls: the memory starts empty, since {said}") == 1
+    (state,) = saved_state(tmp_path)["losses"]["loss_cls"]
+    assert state["memory"]["pushes"] == 4
+    assert state["num_steps"] == (12 if "processes" in said else 4)  # the steps are the same in all processes
+
+
+def test_a_published_checkpoint_has_weights_alone(tmp_path):
+    boxes_run(tmp_path, 1, hooks=[{"type": "CheckpointHook", "published_keys": ["meta", "state_dict"]}])
+    (published,) = tmp_path.glob("epoch_1-*.pth")
+    published = torch.load(published, weights_only=False)
+    assert set(published) == {"meta", "state_dict"}
+    assert set(published["state_dict"]) == {"fc.weight", "fc.bias"}
+
+
+def test_a_loss_that_is_not_called_once_in_a_step_is_told(tmp_path, warnings_of_the_loss, monkeypatch):
+    boxes_run(tmp_path / "once", 1)
+    assert warnings_of_the_loss == []
+    forward = Boxes.forward
+    monkeypatch.setattr(Boxes, "forward", lambda self, **kwargs: [forward(self, **kwargs) for _ in range(2)][1])
+    boxes_run(tmp_path / "twice", 1)
+    monkeypatch.setattr(Boxes, "forward", lambda self, **kwargs: {"loss": self.fc.weight.sum()})
+    boxes_run(tmp_path / "never", 1)
+    twice, never = warnings_of_the_loss
+    assert "loss_cls was called 2 times in the first step" in twice
+    assert "loss_cls was not called in the first step" in never
+
+
+def test_a_run_with_a_head_that_cannot_be_served_does_not_start(scenes, tmp_path):
+    config = runner_config(scenes, tmp_path, epochs=1)
+    config.model = stock("retinanet/retinanet_r50_fpn_1x_coco.py", dense(), len(scenes.classes))
+    with pytest.raises(ValueError, match="bbox_head .RetinaHead. calls its loss for each level"):
+        run(config)
+
+
+def two_processes(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    register_all_modules()
+    for name, loss in (("own", {}), ("gathered", {"memory_gather": True})):
+        boxes_run(f"{folder}/{name}/whole", 3, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 2, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 3, loss, "pytorch", resume=True)
+    boxes_run(f"{folder}/iterations", 2, launcher="pytorch", by_epoch=False)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's destructor can wait for a thread that waits for Python's lock, and never end
+
+
+def test_each_of_two_processes_gets_its_own_memory_back(tmp_path):
+    torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
+    for name in ("own", "gathered"):
+        whole, parts = (saved_state(tmp_path / name / run) for run in ("whole", "parts"))
+        assert same(whole, parts)
+        assert whole["processes"] == 2
+        weights = [torch.load(tmp_path / name / run / "epoch_3.pth", weights_only=False)["state_dict"]
+                   for run in ("whole", "parts")]  # fmt: skip
+        assert same(*weights)
+    first, second = saved_state(tmp_path / "own" / "whole")["losses"]["loss_cls"]
+    assert first["memory"]["pushes"] == second["memory"]["pushes"] == 6
+    assert not torch.equal(first["memory"]["field0"], second["memory"]["field0"])
+    (gathered,) = saved_state(tmp_path / "gathered" / "whole")["losses"]["loss_cls"]
+    assert gathered["memory"]["lengths"].tolist() == [24, 24, 24]
+    assert len(saved_state(tmp_path / "iterations", "iter_8.pth")["losses"]["loss_cls"]) == 2
+    alone = boxes_run(tmp_path / "own" / "parts", 4, resume=True)
+    assert "the checkpoint has those of 2 of 2 processes, and this run has 1" in log_of(alone)
+
+
 def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     config = runner_config(scenes, tmp_path / "work", {"return_dict": True, "aux_weight": 0.3}, epochs=1, validate=True)
     config.resume = False
@@ -549,9 +826,10 @@ def test_two_processes(scenes, tmp_path):
         capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    state = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)["state_dict"]
-    lengths = state["roi_head.bbox_head.loss_cls.rank_loss.memory.lengths"]
-    assert lengths.tolist() == [4 * 128, 4 * 128]
+    kept = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)["rambo_state"]
+    (state,) = kept["losses"]["roi_head.bbox_head.loss_cls"]  # one, since it is the same for both
+    assert kept["processes"] == 2
+    assert state["memory"]["lengths"].tolist() == [4 * 128, 4 * 128]
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class ScoreMemory(nn.Module):
         return joined
 
     def join(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """The batch, longer by the memory, and what to ``push`` once the step has not failed; the memory stays as it is.
+        """The batch, longer by the memory, and what to ``push`` when the step has not failed; changes nothing.
 
         A forward pass without a gradient (evaluation mode, ``no_grad``, scores that do not require one) gets the batch
         back as it is, and None to push.
