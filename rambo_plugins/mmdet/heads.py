@@ -81,6 +81,6 @@ def check_heads(model: nn.Module) -> None:
         if isinstance(model, SoftTeacher) and (loss.use_sigmoid or loss.rank_loss.memory.batches):
             raise ValueError(
                 f"{named}: SoftTeacher needs use_sigmoid=False, since it weighs boxes with the teacher's score of the "
-                "background, which K sigmoids do not have, and memory=0, since it calls the loss for boxes that it does "
-                f"not classify; got use_sigmoid={loss.use_sigmoid}, memory={loss.rank_loss.memory.batches}"
+                "background, which K sigmoids do not have, and memory=0, since it calls the loss for boxes that it "
+                f"does not classify; got use_sigmoid={loss.use_sigmoid}, memory={loss.rank_loss.memory.batches}"
             )
