@@ -17,6 +17,7 @@ pytest.importorskip("mmdet")
 import detection_data
 import detection_mmdet
 from mmdet.models.losses import CrossEntropyLoss
+from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import MODELS
 from mmdet.testing._utils import demo_mm_inputs
 from mmdet.utils import register_all_modules
@@ -547,6 +548,95 @@ def test_one_stage_heads_rank_all_levels_at_once_and_leave_the_other_losses_as_t
 def test_a_one_stage_head_of_this_package_wants_this_loss():
     with pytest.raises(TypeError, match="RamboRetinaHead ranks with RamboLoss, got loss_cls of type CrossEntropyLoss"):
         RamboRetinaHead(num_classes=3, in_channels=8, feat_channels=8)
+
+
+# --- the other tools of mmdet -----------------------------------------------------------------------------------------
+
+
+def soft_teacher(**options):
+    config = get_stock("soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py")
+    config.detector = stock("faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", rambo(**options))
+    config.data_preprocessor.data_preprocessor = config.detector.data_preprocessor
+    config.semi_train_cfg.update(pseudo_label_initial_score_thr=0.0, rpn_pseudo_thr=0.0, cls_pseudo_thr=0.0)
+    return MODELS.build(config)
+
+
+@pytest.mark.parametrize("options", [{"memory": 0}, {"use_sigmoid": False, "memory": 1}])
+def test_soft_teacher_without_a_score_of_the_background_or_with_a_memory_is_refused(options):
+    said = (
+        f"SoftTeacher needs use_sigmoid=False.* memory=0.* got use_sigmoid={'memory' in options and len(options) == 1}"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_heads(soft_teacher(**options))
+
+
+def test_soft_teacher_ranks_its_pseudo_boxes_against_the_background():
+    model = soft_teacher(use_sigmoid=False, memory=0)
+    check_heads(model)
+    calls = []
+    model.student.roi_head.bbox_head.loss_cls.rank_loss.register_forward_hook(
+        lambda module, args, _: calls.append(args)
+    )
+    first, second = batch_of(model.student), batch_of(model.student)
+    for sample in second["data_samples"]:
+        sample.set_metainfo({"homography_matrix": np.eye(3, dtype=np.float32)})
+    names = ("sup", "unsup_teacher", "unsup_student")
+    batches = dict(zip(names, (first, second, copy.deepcopy(second)), strict=True))
+    found = model.loss(*({n: batches[n][part] for n in names} for part in ("inputs", "data_samples")))
+    assert torch.isfinite(found["unsup_loss_cls"])
+    assert found["unsup_loss_cls"] > 0
+    _, labels, weights = calls[1]  # 0: labelled images, 1: pseudo labels, 2: for the boxes alone
+    assert (labels < NUM_CLASSES).any()
+    background = labels == NUM_CLASSES
+    assert background.any()
+    assert (weights[background] > 0).all()
+
+
+def test_augmented_images_are_tested_together():
+    model = detector({"memory": 1})
+    step(model)
+    averaged = DetTTAModel(
+        tta_cfg=ConfigDict(nms={"type": "nms", "iou_threshold": 0.5}, max_per_img=100), module=model
+    ).eval()
+    data = demo_mm_inputs(1, (3, 96, 96), [3], NUM_CLASSES)
+    views = [data, {**copy.deepcopy(data), "inputs": [image.flip(-1) for image in data["inputs"]]}]
+    for view, flip in zip(views, (False, True), strict=True):
+        metainfo = {"flip": flip, "flip_direction": "horizontal" if flip else None, "scale_factor": (1.0, 1.0)}
+        view["data_samples"][0].set_metainfo(metainfo)
+    with torch.no_grad():
+        (found,) = averaged.test_step({name: [view[name] for view in views] for name in ("inputs", "data_samples")})
+    assert 0 < len(found.pred_instances) <= 100
+    assert (found.pred_instances.scores > 0).all()
+
+
+def test_a_model_is_copied_and_saved_whole_memory_included(tmp_path):
+    model = detector({"memory": 2, "aux_weight": 0.5, "aux_steps": 9})
+    step(model)
+    torch.save(model, tmp_path / "model.pth")
+    state = model.roi_head.bbox_head.loss_cls.run_state()
+    assert state["memory"]["pushes"] == 1
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pth", weights_only=False)):
+        torch.testing.assert_close(other.roi_head.bbox_head.loss_cls.run_state(), state, rtol=0, atol=0)
+        states = [seed(1) or step(one)[0] for one in (model, other)]
+        torch.testing.assert_close(states[0], states[1])
+        model.roi_head.bbox_head.loss_cls.resume(state)
+    before = model.roi_head.bbox_head.fc_cls.weight.clone()
+    model.init_weights()
+    assert not torch.equal(model.roi_head.bbox_head.fc_cls.weight, before)
+
+
+@pytest.mark.parametrize("options", [{"test_temperature": 0.5}, {"use_sigmoid": False}])
+def test_a_traced_head_takes_another_number_of_boxes(options):
+    head = detector(options).roi_head.bbox_head.eval().requires_grad_(False)
+
+    def scores(features):
+        logits, _ = head(features)
+        return head.loss_cls.get_activation(logits) if head.custom_activation else logits.softmax(1)
+
+    traced = torch.jit.trace(scores, torch.randn(5, 16, 7, 7))
+    features = torch.randn(9, 16, 7, 7)
+    assert traced(features).shape == (9, NUM_CLASSES + 1)
+    torch.testing.assert_close(traced(features), scores(features))
 
 
 # --- runner -----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> Runner:
         if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
             parser.error(f"--auto-scale-lr needs auto_scale_lr = dict(base_batch_size=...) in {args.config}")
         cfg.auto_scale_lr.update(enable=True)
-    earlier = find_latest_checkpoint(cfg.work_dir)
+    named = Path(cfg.work_dir, "last_checkpoint").is_file()
+    earlier = find_latest_checkpoint(cfg.work_dir) if named else None
     if args.test:
         cfg.load_from, cfg.resume = args.test, False
     elif args.resume == "auto":
