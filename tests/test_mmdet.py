@@ -795,15 +795,15 @@ def test_a_run_that_loads_weights_starts_anew(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda saved: saved.pop("rambo_state"), "the checkpoint has no state of this loss"),
-        (lambda saved: saved["rambo_state"]["losses"].clear(), "the checkpoint has no state of this loss"),
+        (lambda saved: saved.pop("rambo_state"), "memory and aux_steps start anew, since the checkpoint has no state"),
+        (lambda saved: saved["rambo_state"]["losses"].clear(), "memory and aux_steps start anew, since the checkpoint has no state"),
         (
             lambda saved: saved["rambo_state"].update(processes=2),
-            "the checkpoint has those of 1 of 2 processes, and this run has 1",
+            "the memory starts empty, since the checkpoint has those of 1 of 2 processes, and this run has 1",
         ),
         (
             lambda saved: saved["rambo_state"]["losses"]["loss_cls"].append({}),
-            "the checkpoint has those of 2 of 1 processes, and this run has 1",
+            "the memory starts empty, since the checkpoint has those of 2 of 1 processes, and this run has 1",
         ),
     ],
 )  # fmt: skip
@@ -813,7 +813,7 @@ def test_a_memory_that_cannot_be_restored_starts_empty_and_the_log_says_so(tmp_p
     change(saved)
     torch.save(saved, tmp_path / "epoch_2.pth")
     resumed = boxes_run(tmp_path, 3, resume=True)
-    assert log_of(resumed).count(f"loss_cls: the memory starts empty, since {said}") == 1
+    assert log_of(resumed).count(f"WARNING - loss_cls: {said}") == 1
     (state,) = saved_state(tmp_path)["losses"]["loss_cls"]
     assert state["memory"]["pushes"] == 4
     assert state["num_steps"] == (12 if "processes" in said else 4)  # the steps are the same in all processes
@@ -1077,6 +1077,15 @@ def test_the_optimiser_wrapper_accumulates_without_a_change_of_lambda():
         wrapper.update_params(RamboLoss(memory=0, lambda_val=2.0)(layer(x), y))
     assert single[0].any()
     torch.testing.assert_close(start - layer.weight.detach(), (single[0] + single[1]) / 2)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numbers = {"loss_weight": np.float32(2), "lambda_val": np.float64(3), "aux_weight": np.float32(0.5),
+               "aux_steps": np.int64(4), "memory": np.int32(1), "test_temperature": np.float32(1)}  # fmt: skip
+    plain = {name: value.item() for name, value in numbers.items()}
+    losses_of = [RamboLoss(**options)(*rois(0)) for options in (numbers, plain)]
+    assert losses_of[0].requires_grad
+    torch.testing.assert_close(*losses_of, rtol=0, atol=0)
 
 
 def test_the_defaults_are_those_of_the_core():

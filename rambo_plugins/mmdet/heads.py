@@ -67,7 +67,7 @@ def check_heads(model: nn.Module) -> None:
         # SABL's classifier has more channels than its cls_out_channels.
         num_channels = getattr(getattr(head, "fc_cls", None), "out_features", getattr(head, "cls_out_channels", None))
         num_classes = getattr(head, "num_classes", None)
-        if None not in (num_channels, num_classes) and num_channels != num_classes + (not loss.use_sigmoid):
+        if num_channels and num_classes and num_channels != num_classes + (not loss.use_sigmoid):
             raise ValueError(
                 f"{named}: expected {num_classes + (not loss.use_sigmoid)} channels for {num_classes} classes with "
                 f"use_sigmoid={loss.use_sigmoid}, got {num_channels}: {CHANNELS_REMEDY}"

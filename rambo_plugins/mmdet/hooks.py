@@ -48,9 +48,11 @@ class RamboStateHook(Hook):
         loaded, self._loaded = self._loaded, None
         if loaded is not None and runner.iter and loaded.get("meta", {}).get("iter") == runner.iter:  # it was resumed
             for name, loss in _losses(runner).items():
-                said = _restore(loss, name, loaded.get(KEY))
-                if loss.rank_loss.memory.batches:
-                    runner.logger.info(f"{name}: {said}")
+                lost = _restore(loss, name, loaded.get(KEY))
+                if lost is not None:
+                    runner.logger.warning(f"{name}: {lost}")
+                elif loss.rank_loss.memory.batches:
+                    runner.logger.info(f"{name}: the memory goes on with {len(loss.rank_loss.memory)} boxes")
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         super().after_load_checkpoint(runner, checkpoint)
@@ -117,11 +119,11 @@ def _losses(runner: Runner) -> dict[str, RamboLoss]:
     return {name: module for name, module in _model(runner).named_modules() if isinstance(module, RamboLoss)}
 
 
-def _restore(loss: RamboLoss, name: str, saved: dict[str, Any] | None) -> str:
-    """Restore the loss as far as it can be; what was done."""
-    loss.resume(None)
+def _restore(loss: RamboLoss, name: str, saved: dict[str, Any] | None) -> str | None:
+    """Restore the loss as far as it can be; what could not be."""
     if saved is None or name not in saved["losses"]:
-        return "the memory starts empty, since the checkpoint has no state of this loss"
+        loss.resume(None)
+        return "memory and aux_steps start anew, since the checkpoint has no state of this loss"
     states = saved["losses"][name]
     processes, running = saved["processes"], get_world_size()
     if loss.rank_loss.memory.gather:
@@ -129,9 +131,9 @@ def _restore(loss: RamboLoss, name: str, saved: dict[str, Any] | None) -> str:
     elif len(states) == processes == running:
         loss.resume(states[get_rank()])
     else:
-        loss.resume({**states[0], "memory": None})
+        loss.resume({**states[0], "memory": None})  # the steps are the same in all processes
         return (
             f"the memory starts empty, since the checkpoint has those of {len(states)} of {processes} processes, "
             f"and this run has {running}"
         )
-    return f"the memory goes on with {len(loss.rank_loss.memory)} boxes"
+    return None

@@ -102,10 +102,10 @@ class RamboLoss(nn.Module):
         if not aux_weight and (aux_loss is not None or aux_steps):
             raise ValueError("aux_loss and aux_steps need aux_weight > 0, got 0")
         self.use_sigmoid = use_sigmoid
-        self.loss_weight = loss_weight
+        self.loss_weight = float(loss_weight)
         self.score_space = check_score_space(use_sigmoid, score_space, test_temperature)
-        self.test_temperature = test_temperature
-        self.aux_weight = aux_weight
+        self.test_temperature = float(test_temperature)
+        self.aux_weight = float(aux_weight)
         self.aux_steps = aux_steps
         self.return_dict = return_dict
         rank_loss = DetectionLoss(
