@@ -592,6 +592,23 @@ def test_soft_teacher_ranks_its_pseudo_boxes_against_the_background():
     assert (weights[background] > 0).all()
 
 
+@pytest.mark.parametrize("teacher", [lambda head: head.update(type="LADHead"), dense("LADHead")], ids=["own", "ours"])
+def test_label_assignment_distillation_takes_the_loss_in_the_students_head(teacher):
+    config = stock("lad/lad_r50-paa-r101_fpn_2xb8_coco_1x.py", dense())
+    other = stock("paa/paa_r50_fpn_1x_coco.py", teacher)
+    config.update(teacher_ckpt=None, teacher_backbone=other.backbone, teacher_neck=other.neck)
+    config.teacher_bbox_head = other.bbox_head
+    model = MODELS.build(config)
+    check_heads(model)
+    if other.bbox_head.loss_cls.type == "RamboLoss":
+        with pytest.raises(ValueError, match="RamboLoss has one value for all boxes"):
+            model(**batch_of(model), mode="loss")
+    else:
+        loss = model(**batch_of(model), mode="loss")["loss_cls"]
+        assert 0 < loss < 1
+        assert loss.requires_grad
+
+
 def test_augmented_images_are_tested_together():
     model = detector({"memory": 1})
     step(model)
@@ -795,8 +812,8 @@ def test_a_run_that_loads_weights_starts_anew(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda saved: saved.pop("rambo_state"), "memory and aux_steps start anew, since the checkpoint has no state"),
-        (lambda saved: saved["rambo_state"]["losses"].clear(), "memory and aux_steps start anew, since the checkpoint has no state"),
+        (lambda saved: saved.pop("rambo_state"), "memory and aux_steps start anew, since the checkpoint has no"),
+        (lambda saved: saved["rambo_state"]["losses"].clear(), "memory and aux_steps start anew, since the"),
         (
             lambda saved: saved["rambo_state"].update(processes=2),
             "the memory starts empty, since the checkpoint has those of 1 of 2 processes, and this run has 1",
@@ -853,10 +870,10 @@ def two_processes(rank, folder):
     torch.set_num_threads(1)
     register_all_modules()
     for name, loss in (("own", {}), ("gathered", {"memory_gather": True})):
-        boxes_run(f"{folder}/{name}/whole", 3, loss, "pytorch")
-        boxes_run(f"{folder}/{name}/parts", 2, loss, "pytorch")
-        boxes_run(f"{folder}/{name}/parts", 3, loss, "pytorch", resume=True)
-    boxes_run(f"{folder}/iterations", 2, launcher="pytorch", by_epoch=False)
+        boxes_run(f"{folder}/{name}/whole", 2, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 1, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 2, loss, "pytorch", resume=True)
+    boxes_run(f"{folder}/iterations", 1, launcher="pytorch", by_epoch=False)
     torch.distributed.barrier()
     os._exit(0)  # gloo's destructor can wait for a thread that waits for Python's lock, and never end
 
@@ -864,19 +881,19 @@ def two_processes(rank, folder):
 def test_each_of_two_processes_gets_its_own_memory_back(tmp_path):
     torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
     for name in ("own", "gathered"):
-        whole, parts = (saved_state(tmp_path / name / run) for run in ("whole", "parts"))
+        whole, parts = (saved_state(tmp_path / name / run, "epoch_2.pth") for run in ("whole", "parts"))
         assert same(whole, parts)
         assert whole["processes"] == 2
-        weights = [torch.load(tmp_path / name / run / "epoch_3.pth", weights_only=False)["state_dict"]
+        weights = [torch.load(tmp_path / name / run / "epoch_2.pth", weights_only=False)["state_dict"]
                    for run in ("whole", "parts")]  # fmt: skip
         assert same(*weights)
-    first, second = saved_state(tmp_path / "own" / "whole")["losses"]["loss_cls"]
-    assert first["memory"]["pushes"] == second["memory"]["pushes"] == 6
+    first, second = saved_state(tmp_path / "own" / "whole", "epoch_2.pth")["losses"]["loss_cls"]
+    assert first["memory"]["pushes"] == second["memory"]["pushes"] == 4
     assert not torch.equal(first["memory"]["field0"], second["memory"]["field0"])
-    (gathered,) = saved_state(tmp_path / "gathered" / "whole")["losses"]["loss_cls"]
+    (gathered,) = saved_state(tmp_path / "gathered" / "whole", "epoch_2.pth")["losses"]["loss_cls"]
     assert gathered["memory"]["lengths"].tolist() == [24, 24, 24]
-    assert len(saved_state(tmp_path / "iterations", "iter_8.pth")["losses"]["loss_cls"]) == 2
-    alone = boxes_run(tmp_path / "own" / "parts", 4, resume=True)
+    assert len(saved_state(tmp_path / "iterations", "iter_4.pth")["losses"]["loss_cls"]) == 2
+    alone = boxes_run(tmp_path / "own" / "parts", 3, resume=True)
     assert "the checkpoint has those of 2 of 2 processes, and this run has 1" in log_of(alone)
 
 
