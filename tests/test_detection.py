@@ -259,6 +259,7 @@ def test_numbers_of_numpy_are_numbers():
         ({"margin": -1.0}, "margin must be a finite number >= 0"),
         ({"lambda_val": np.float32("nan")}, "lambda_val must be a finite number > 0, got np.float32"),
         ({"lambda_val": np.bool_(True)}, "lambda_val must be a finite number > 0"),
+        ({"memory": 0, "memory_warmup": 2}, "memory_warmup needs memory > 0, got memory_warmup=2 and memory=0"),
         ({"memory": -1}, "memory must be an integer >= 0, got -1"),
         ({"map_weight": 0, "apc_weight": 0}, "map_weight or apc_weight must be > 0"),
         ({"apc_weight": -1}, "apc_weight must be a finite number >= 0"),

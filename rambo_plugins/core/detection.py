@@ -117,6 +117,10 @@ class DetectionLoss(nn.Module):
         checks.check_not_negative("map_weight", map_weight)
         checks.check_not_negative("apc_weight", apc_weight)
         checks.check_choice("precision_loss", precision_loss, _PRECISION_LOSSES)
+        if memory_warmup and not memory:
+            raise ValueError(
+                f"memory_warmup needs memory > 0, got memory_warmup={memory_warmup!r} and memory={memory!r}"
+            )
         if not map_weight + apc_weight:
             raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
         self.lambda_val = float(lambda_val)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mmdet.models.dense_heads import ATSSHead, RetinaHead
 from mmdet.models.dense_heads.anchor_head import AnchorHead
 from mmdet.models.detectors import SoftTeacher
@@ -37,7 +38,9 @@ class AllLevels:
         with self.loss_cls.collect_levels() as levels:
             losses = super().loss_by_feat(*args, **kwargs)  # type: ignore[misc]
         del losses["loss_cls"]
-        loss_cls = levels.loss()
+        scores, labels, weights, avg_factors = zip(*levels, strict=True)
+        weight = None if weights[0] is None else torch.cat(weights)
+        loss_cls = self.loss_cls(torch.cat(scores), torch.cat(labels), weight, avg_factor=avg_factors[-1])
         losses.update(loss_cls if isinstance(loss_cls, dict) else {"loss_cls": loss_cls, **self.loss_cls.figures()})
         return losses
 

@@ -92,12 +92,9 @@ class RamboStateHook(Hook):
         losses = _losses(runner)
         if get_world_size() == 1 or not losses:
             return
-        own = {
-            name: None
-            if loss.rank_loss.memory.gather and get_rank()
-            else loss.run_state()  # a gathered one is the same
-            for name, loss in losses.items()
-        }
+        # A memory that gathers is the same in all processes.
+        same = {name: loss.rank_loss.memory.gather for name, loss in losses.items()}
+        own = {name: None if same[name] and get_rank() else loss.run_state() for name, loss in losses.items()}
         every = gather_object(own)
         if every is not None and not get_rank():
             states = {name: [each[name] for each in every if each[name] is not None] for name in own}
@@ -124,9 +121,9 @@ def _restore(loss: RamboLoss, name: str, saved: dict[str, Any] | None) -> str | 
     if saved is None or name not in saved["losses"]:
         loss.resume(None)
         return "memory and aux_steps start anew, since the checkpoint has no state of this loss"
-    states = saved["losses"][name]
+    states, gather = saved["losses"][name], loss.rank_loss.memory.gather
     processes, running = saved["processes"], get_world_size()
-    if loss.rank_loss.memory.gather:
+    if gather and len(states) == 1:
         loss.resume(states[0])
     elif len(states) == processes == running:
         loss.resume(states[get_rank()])
@@ -134,6 +131,6 @@ def _restore(loss: RamboLoss, name: str, saved: dict[str, Any] | None) -> str | 
         loss.resume({**states[0], "memory": None})  # the steps are the same in all processes
         return (
             f"the memory starts empty, since the checkpoint has those of {len(states)} of {processes} processes, "
-            f"and this run has {running}"
+            f"and this run has {running}, with memory_gather={gather}"
         )
     return None

@@ -21,6 +21,9 @@ CHANNELS_REMEDY = (
     "use_sigmoid=True written in the config of loss_cls"
 )
 
+Level = tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]
+"""The arguments of one call: cls_score, label, weight, avg_factor."""
+
 
 @MODELS.register_module()
 class RamboLoss(nn.Module):
@@ -128,7 +131,7 @@ class RamboLoss(nn.Module):
         self.num_classes: int | None = None  # of a RoI head, which asks for its channels
         self._checked_channels = False
         self._num_calls: int | None = 0  # None: they are no longer counted
-        self._levels: Levels | None = None
+        self._levels: list[Level] | None = None
 
     def get_cls_channels(self, num_classes: int) -> int:
         """Channels of a RoI head's classifier, called while the head is built (with sigmoid): ``num_classes``."""
@@ -206,7 +209,8 @@ class RamboLoss(nn.Module):
                 "targets (GFL, TOOD) are not supported; RamboATSSHead, RamboRetinaHead and FCOSHead are"
             )
         if self._levels is not None:
-            return self._levels.add(cls_score, label, weight, avg_factor)
+            self._levels.append((cls_score, label, weight, avg_factor))
+            return cls_score.new_zeros(())
         self._check_channels(cls_score, label)
         training = self.training and torch.is_grad_enabled() and cls_score.requires_grad
         with torch.autocast(cls_score.device.type, enabled=False):
@@ -253,18 +257,18 @@ class RamboLoss(nn.Module):
             said = "was not called in the first step: its head does not use it, or there were no boxes"
         elif num_calls is not None and num_calls > 1:
             said = (
-                f"was called {num_calls} times in the first step: each call ranks its boxes by themselves and takes "
-                f"one of the {self.rank_loss.memory.batches} places of the memory. RamboRetinaHead and RamboATSSHead "
-                "rank all levels together; for others memory=0 is right"
+                f"was called {num_calls} times in the first step: each call ranks its own boxes and is one of the "
+                f"memory={self.rank_loss.memory.batches} batches. RamboRetinaHead and RamboATSSHead rank all levels "
+                "together; for others take memory=0"
             )
         else:
             return
         print_log(f"{name} {said}", logger="current", level=logging.WARNING)
 
     @contextmanager
-    def collect_levels(self) -> Iterator[Levels]:
-        """Calls within are taken as the levels of one call and give 0; ``levels.loss()`` then is the loss of all."""
-        levels = Levels(self)
+    def collect_levels(self) -> Iterator[list[Level]]:
+        """Calls within are put on the list, and give 0."""
+        levels: list[Level] = []
         self._levels = levels
         try:
             yield levels
@@ -275,23 +279,3 @@ class RamboLoss(nn.Module):
         names = ("use_sigmoid", "loss_weight", "score_space", "test_temperature", "aux_weight", "aux_steps")
         own = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{own}, {self.rank_loss.extra_repr()}, {self.rank_loss.memory.extra_repr()}"
-
-
-class Levels:
-    """What a head passed to its loss for each level of the pyramid."""
-
-    def __init__(self, loss_fn: RamboLoss) -> None:
-        self._loss_fn = loss_fn
-        self._calls: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._avg_factor: float | Tensor | None = None
-
-    def add(self, cls_score: Tensor, label: Tensor, weight: Tensor | None, avg_factor: float | Tensor | None) -> Tensor:
-        self._calls.append((cls_score, label, weight))
-        self._avg_factor = avg_factor
-        return cls_score.new_zeros(())
-
-    def loss(self) -> Tensor | dict[str, Tensor]:
-        """The loss of the boxes of all levels, as ``RamboLoss.forward`` returns it."""
-        scores, labels, weights = zip(*self._calls, strict=True)
-        weight = None if weights[0] is None else torch.cat(weights)
-        return self._loss_fn(torch.cat(scores), torch.cat(labels), weight, avg_factor=self._avg_factor)
