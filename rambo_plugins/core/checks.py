@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -126,7 +125,7 @@ def check_margin(value: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers among them
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
