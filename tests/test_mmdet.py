@@ -219,6 +219,7 @@ def test_half_precision_and_loss_scaling_change_no_lambda(options):
         ({"test_temperature": 0.0}, "test_temperature must be a finite number > 0"),
         ({"aux_steps": 10}, "need aux_weight > 0"),
         ({"lambda_val": -1}, "lambda_val must be a finite number > 0, got -1"),
+        ({"aux_weight": 1.0, "aux_steps": 2.5}, "aux_steps must be an integer >= 0, got 2.5"),
         ({"memory": 1.5}, "memory must be an integer >= 0, got 1.5"),
     ],
 )

@@ -64,7 +64,7 @@ class RamboLoss(nn.Module):
             one-stage heads, take one.
 
     Raises:
-        ValueError: an argument out of its range, or arguments that do not go together.
+        TypeError, ValueError: an argument of the wrong type or out of its range, or arguments that do not go together.
 
     ``rank_loss`` is the ``DetectionLoss``. Its memory and the steps of ``aux_steps`` belong to a run and not to the
     weights: they are no part of the ``state_dict``, so that weights start a run anew. ``run_state`` and ``resume`` save
@@ -99,18 +99,17 @@ class RamboLoss(nn.Module):
         return_dict: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_not_negative("loss_weight", loss_weight)
-        checks.check_not_negative("aux_weight", aux_weight)
-        checks.check_not_negative("aux_steps", aux_steps)
+        aux_weight = checks.check_not_negative("aux_weight", aux_weight)
+        aux_steps = checks.check_integer("aux_steps", aux_steps, 0)
         if not aux_weight and (aux_loss is not None or aux_steps):
             raise ValueError("aux_loss and aux_steps need aux_weight > 0, got 0")
-        self.use_sigmoid = use_sigmoid
-        self.loss_weight = float(loss_weight)
+        self.use_sigmoid = checks.check_flag("use_sigmoid", use_sigmoid)
+        self.loss_weight = checks.check_not_negative("loss_weight", loss_weight)
         self.score_space = check_score_space(use_sigmoid, score_space, test_temperature)
         self.test_temperature = float(test_temperature)
-        self.aux_weight = float(aux_weight)
+        self.aux_weight = aux_weight
         self.aux_steps = aux_steps
-        self.return_dict = return_dict
+        self.return_dict = checks.check_flag("return_dict", return_dict)
         rank_loss = DetectionLoss(
             lambda_val=lambda_val,
             margin=margin,
