@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def check_margin(value: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers among them
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
