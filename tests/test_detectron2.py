@@ -29,7 +29,7 @@ from detectron2.utils.events import EventStorage
 from rambo_plugins.core import average_precision_loss
 from rambo_plugins.core.detection import DetectionLoss
 from rambo_plugins.detectron2 import RamboFastRCNNOutputLayers, RamboState, add_rambo_config
-from rambo_plugins.detectron2.train import PreciseVOCEvaluator
+from rambo_plugins.detectron2.evaluators import PreciseVOCEvaluator
 from rambo_plugins.detectron2.train import main as train_main
 
 ROOT = Path(__file__).parent.parent
@@ -443,6 +443,10 @@ def dataset_options(scenes, name):
     return [word for split, json_file in splits.items() for word in ("--dataset", split, json_file, scenes.images)]
 
 
+def saved_memory(state, process=0):
+    return state["trainer"]["hooks"]["RamboState"]["processes"][process]["roi_heads.box_predictor"]["rank_loss"]
+
+
 def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     cfg = config(aux_ce_weight=0.3)
     cfg.merge_from_list(
@@ -455,14 +459,14 @@ def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     results = train_main([*dataset_options(scenes, "yaml"), *command])
     assert 0 <= results["bbox"]["AP50"] <= 100
     state = torch.load(tmp_path / "run" / "model_0000001.pth", weights_only=False)
-    assert state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"] == 2
+    assert saved_memory(state)["memory.pushes"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.json").read_text().splitlines()]
     logged = {name for line in lines for name in line}
     assert {"rambo/loss_map", "rambo/ap_map", "fast_rcnn/fg_cls_accuracy", "loss_cls", "bbox/AP50"} <= logged
     resumed = train_main([*command, "--resume", "SOLVER.MAX_ITER", "5"])
     assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
     state = torch.load(tmp_path / "run" / "model_final.pth", weights_only=False)
-    assert (state["iteration"], state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"]) == (4, 5)
+    assert (state["iteration"], saved_memory(state)["memory.pushes"]) == (4, 5)
     weights = str(tmp_path / "run" / "model_final.pth")
     tested = train_main([*command, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", str(tmp_path / "test")])
     assert json.dumps(tested) == json.dumps(resumed)  # classes without an object have nan
@@ -476,13 +480,13 @@ def test_a_lazy_config_from_the_command_line(scenes, tmp_path):
         "model.roi_heads.num_classes=20", "train.init_checkpoint=''", f"train.output_dir={tmp_path}",
         "model.proposal_generator.post_nms_topk=[50,30]", "model.roi_heads.batch_size_per_image=16",
         "dataloader.train.mapper.augmentations.0.short_edge_length=[128]", "train.log_period=1",
-        "dataloader.test.mapper.augmentations.0.short_edge_length=128", "train.eval_period=2",
+        "dataloader.test.mapper.augmentations.0.short_edge_length=128", "train.eval_period=2", "train.device=cpu",
         *LAZY[path.name],
     ]  # fmt: skip
     results = train_main([*dataset_options(scenes, "lazy"), "--config-file", str(path), *overrides])
     assert 0 <= results["bbox"]["AP50"] <= 100
     state = torch.load(tmp_path / "model_final.pth", weights_only=False)
-    assert state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"] == 2
+    assert saved_memory(state)["memory.pushes"] == 2
     resumed = train_main(["--config-file", str(path), "--resume", *overrides, "train.max_iter=3"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "rambo/ap_map" in line] == [0, 1, 2]
@@ -490,21 +494,37 @@ def test_a_lazy_config_from_the_command_line(scenes, tmp_path):
     assert json.dumps(tested) == json.dumps(resumed)
 
 
-def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path):
-    command = [*dataset_options(scenes, "zoo"), "--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"]
-    command += [
-        "--eval-only",
-        "MODEL.WEIGHTS",
-        "",
-        "MODEL.ROI_HEADS.NAME",
-        "RamboROIHeads",
-        "DATASETS.TEST",
-        "('zoo_test',)",
+def refused(capsys, *command):
+    """The line on standard error that a command ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        train_main(list(command))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("error: ")]) == 1
+    assert said[-1].startswith("error: ")
+    return said[-1].removeprefix("error: ")
+
+
+def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path, capsys):
+    cfg = get_cfg()
+    cfg.merge_from_file(model_zoo.get_config_file("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"))
+    thin = [
+        "MODEL.RESNETS.STEM_OUT_CHANNELS",
+        "8",
+        "MODEL.RESNETS.RES2_OUT_CHANNELS",
+        "32",
+        "MODEL.RESNETS.WIDTH_PER_GROUP",
+        "8",
     ]
-    command += ["OUTPUT_DIR", str(tmp_path), "INPUT.MIN_SIZE_TEST", "64", "MODEL.ROI_HEADS.NUM_CLASSES", "20"]
+    thin += ["MODEL.ROI_BOX_HEAD.FC_DIM", "32", "MODEL.ROI_HEADS.NUM_CLASSES", "20", "MODEL.DEVICE", "cpu"]
+    cfg.merge_from_list(thin)
+    DetectionCheckpointer(build_model(cfg), str(tmp_path)).save("stock")
+    command = [*dataset_options(scenes, "zoo"), "--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"]
+    command += ["--eval-only", "MODEL.WEIGHTS", str(tmp_path / "stock.pth"), "MODEL.ROI_HEADS.NAME", "RamboROIHeads"]
+    command += ["DATASETS.TEST", "('zoo_test',)", "OUTPUT_DIR", str(tmp_path), "INPUT.MIN_SIZE_TEST", "64", *thin]
     assert "bbox" in train_main([*command, "DATALOADER.NUM_WORKERS", "0"])
-    with pytest.raises(RuntimeError, match=r"no_such.yaml not available in Model Zoo"):
-        train_main(["--config-file", "no_such.yaml"])
+    assert "no_such.yaml not available in Model Zoo" in refused(capsys, "--config-file", "no_such.yaml")
 
 
 def test_a_training_script_that_knows_nothing_of_us(tmp_path):

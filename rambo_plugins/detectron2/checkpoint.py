@@ -68,7 +68,8 @@ class RamboState(HookBase):
         if not self._predictors:
             return {}
         rank, size = comm.get_rank(), comm.get_world_size()
-        return {"processes": self._gathered or [self._own() if other == rank else None for other in range(size)]}
+        alone = [self._own() if other == rank else None for other in range(size)]
+        return {"processes": self._gathered or alone}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state.

@@ -65,8 +65,14 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
     ``fast_rcnn/fg_cls_accuracy``, with softmax all that detectron2 has.
     """
 
-    if TYPE_CHECKING:  # TorchScript would compile an attribute that it sees annotated
+    if TYPE_CHECKING:  # else TorchScript would try to compile what is annotated
         rank_loss: DetectionLoss
+        score_space: str
+        test_temperature: float
+        aux_ce_weight: float
+        aux_ce_steps: int
+        num_steps: int
+        _begun: bool
 
     @configurable
     def __init__(
@@ -190,9 +196,9 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
         self._begun = True
         self.num_steps = state["num_steps"]
         self.rank_loss.memory.reset()
-        if not of_another_process or self.rank_loss.memory.gather:
-            if self.rank_loss.memory.batches and state["rank_loss"]:  # else that run or this one has no memory
-                self.rank_loss.load_state_dict(state["rank_loss"])
+        both = self.rank_loss.memory.batches and state["rank_loss"]  # that run and this one have a memory
+        if both and (self.rank_loss.memory.gather or not of_another_process):
+            self.rank_loss.load_state_dict(state["rank_loss"])
 
     def _check_labels(self, logits: Tensor, gt_classes: Tensor) -> None:
         if gt_classes.shape != logits.shape[:1]:

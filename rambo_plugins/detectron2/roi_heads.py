@@ -40,8 +40,9 @@ def _rambo(cfg: CfgNode, predictor: FastRCNNOutputLayers) -> RamboFastRCNNOutput
 class RamboROIHeads(RamboPredictors, StandardROIHeads):
     """StandardROIHeads (FPN, C5) with the rank loss."""
 
-    mask_on: torch.jit.Final[bool]  # as detectron2 has its own ones, for TorchScript; no class inherits it
-    keypoint_on: torch.jit.Final[bool]
+    # For TorchScript, as detectron2 annotates the class that this one inherits from; annotations are not inherited.
+    mask_on: torch.jit.Final[bool]  # type: ignore[misc]
+    keypoint_on: torch.jit.Final[bool]  # type: ignore[misc]
 
 
 @ROI_HEADS_REGISTRY.register()
