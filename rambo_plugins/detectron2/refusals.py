@@ -202,13 +202,11 @@ class WholeCheckpointer(DetectionCheckpointer):
     """For evaluation: a checkpoint that lacks weights of the model, or has others, is refused."""
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        missing = [name for name in incompatible.missing_keys if not name.endswith("num_batches_tracked")]
-        wrong = [f"{name} {tuple(got)}, not {tuple(shape)}" for name, got, shape in incompatible.incorrect_shapes]
-        if wrong or missing:
-            shown = ", ".join([*wrong, *(f"{name} missing" for name in missing if name not in str(wrong))][:3])
-            raise ToMend(
-                f"the weights do not fit the model, {len({*missing, *wrong})} of its tensors would be random: {shown}"
-            )
+        lacking = {name: "missing" for name in incompatible.missing_keys if not name.endswith("num_batches_tracked")}
+        lacking |= {name: f"{tuple(got)}, not {tuple(own)}" for name, got, own in incompatible.incorrect_shapes}
+        if lacking:
+            shown = "; ".join(f"{name}: {text}" for name, text in list(lacking.items())[:2])
+            raise ToMend(f"the weights do not fit the model, {len(lacking)} of its tensors would be random: {shown}")
         super()._log_incompatible_keys(incompatible)
 
 
