@@ -1,5 +1,6 @@
 """The detectron2 plugin, with real detectors on the CPU: values, heads, checkpoints, processes, launcher, configs."""
 
+import copy
 import json
 import logging
 import os
@@ -19,12 +20,15 @@ from detectron2 import model_zoo
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import LazyConfig, get_cfg, instantiate
 from detectron2.data import MetadataCatalog
+from detectron2.engine import DefaultPredictor
+from detectron2.export import TracingAdapter, scripting_with_instances
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_model
+from detectron2.modeling import GeneralizedRCNNWithTTA, build_model
 from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.roi_heads import FastRCNNOutputLayers
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
+from fvcore.nn.precise_bn import update_bn_stats
 
 from rambo_plugins.core import average_precision_loss
 from rambo_plugins.core.detection import DetectionLoss
@@ -377,6 +381,93 @@ def test_enabled_false_gives_detectron2s_own_predictor_back():
     assert type(model.roi_heads.box_predictor) is FastRCNNOutputLayers
     for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, theirs, msg=name)
+
+
+# --- detectron2's tools -----------------------------------------------------------------------------------------------
+
+FIELDS = {"proposal_boxes": Boxes, "objectness_logits": torch.Tensor, "pred_boxes": Boxes, "scores": torch.Tensor}
+FIELDS |= {"pred_classes": torch.Tensor}
+
+
+def detections(model, image):
+    with torch.no_grad():
+        return model.inference([{"image": image}], do_postprocess=False)[0]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("FPN", "softmax"), ("cascade", "sigmoid")])
+def test_a_traced_model_finds_the_same_in_images_of_another_size(kind, mode):
+    model = build_model(
+        config(kind, score_mode=mode, **({"test_temperature": 0.5} if mode == "sigmoid" else {}))
+    ).eval()
+    first, other = batch()[0]["image"], batch(seed=5)[0]["image"][:, :64, :112]
+    adapter = TracingAdapter(
+        model, [{"image": first}], lambda model, x: [{"instances": one} for one in model.inference(x, None, False)]
+    )
+    with torch.no_grad():
+        traced = torch.jit.trace(adapter.eval(), (first,), check_trace=False)
+        found = adapter.outputs_schema(traced(other))[0]["instances"]
+    expected = detections(model, other)
+    assert 0 < len(expected) != len(detections(model, first))
+    torch.testing.assert_close(found.scores, expected.scores)
+    torch.testing.assert_close(found.pred_boxes.tensor, expected.pred_boxes.tensor)
+
+
+def test_a_scripted_model_finds_the_same():
+    model = build_model(config()).eval()
+    scripted = scripting_with_instances(model, FIELDS)
+    image = batch(seed=5)[0]["image"][:, :96, :112]
+    found, expected = detections(scripted, image), detections(model, image)
+    assert len(expected) > 0
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
+def test_copies_and_pickles_of_a_model_go_on_as_it_does(tmp_path):
+    model = build_model(config("cascade", memory=2, lambda_val=3.0))
+    step(model)
+    torch.save(model, tmp_path / "model.pt")
+    copies = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
+    torch.manual_seed(1)
+    expected = step(model, data=batch(seed=1))[0]
+    for other in copies:
+        for mine, theirs in zip(predictors(model), predictors(other), strict=True):
+            assert mine.rank_loss is not theirs.rank_loss
+            assert len(mine.rank_loss.memory) == 2 * len(theirs.rank_loss.memory) > 0
+        torch.manual_seed(1)
+        assert step(other, data=batch(seed=1))[0] == expected
+
+
+def test_averaged_weights_and_batch_norms_statistics_leave_the_memory_alone():
+    model = build_model(config(memory=2))
+    step(model)
+    kept = len(predictors(model)[0].rank_loss.memory)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert averaged.state_dict().keys() == {"n_averaged", *(f"module.{name}" for name in model.state_dict())}
+    with torch.no_grad(), EventStorage():
+        update_bn_stats(model, [batch()], 1)
+    assert len(predictors(model)[0].rank_loss.memory) == len(predictors(averaged)[0].rank_loss.memory) == kept > 0
+
+
+@pytest.mark.parametrize("mode", ["sigmoid", "softmax"])
+def test_the_default_predictor_and_test_time_augmentation_give_detectron2s_scores(mode, tmp_path):
+    cfg = config(score_mode=mode)
+    DetectionCheckpointer(build_model(cfg), str(tmp_path)).save("model")
+    cfg.merge_from_list(
+        ["MODEL.WEIGHTS", str(tmp_path / "model.pth"), "DATASETS.TEST", (), "TEST.AUG.MIN_SIZES", (96,)]
+    )
+    stock = cfg.clone()
+    stock.merge_from_list(
+        ["MODEL.ROI_HEADS.NAME", "StandardROIHeads", "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE", mode == "sigmoid"]
+    )
+    image, found = batch()[0]["image"], []
+    for one in (cfg, stock):
+        predict = DefaultPredictor(one)
+        found.append(predict(image.permute(1, 2, 0).numpy())["instances"].scores)
+        with torch.no_grad():
+            augmented = GeneralizedRCNNWithTTA(one, predict.model)([{"image": image, "height": 128, "width": 128}])
+        found.append(augmented[0]["instances"].scores)
+    assert all(len(scores) > 0 for scores in found)
+    torch.testing.assert_close(found[:2], found[2:])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
