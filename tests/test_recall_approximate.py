@@ -460,19 +460,19 @@ SHARDS = {"ks": (1, 10), "index": "IVF16,Flat", "parameters": "nprobe=2", "max_m
 @pytest.fixture
 def interrupted_write(monkeypatch):
     """A write to the folder, of the given number, ends half way through."""
-    write = index_module._write
+    write = index_module.write_index
 
     def at(number):
         names = []
 
         def noted(index, path):
-            names.append(path.name)
+            names.append(path.name.removeprefix(".unfinished-"))
             if len(names) == number:
-                path.with_suffix(".unfinished").write_bytes(b"half")
+                path.write_bytes(b"half")
                 raise KeyboardInterrupt
             write(index, path)
 
-        monkeypatch.setattr(index_module, "_write", noted)
+        monkeypatch.setattr(index_module, "write_index", noted)
         return names
 
     return at
@@ -503,8 +503,8 @@ def test_an_interrupted_ivf_index_goes_on_from_its_shards(tmp_path, work, interr
     assert len(work["trained"]) == 2
     assert result.first_rank.tolist() == expected.first_rank.tolist()
     assert result.check == expected.check
-    kept = sorted(path.name.split("-")[0] for path in tmp_path.iterdir() if path.suffix != ".unfinished")
-    assert kept == ["check", "filled.index", "lists", "problem.json"]
+    kept = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert kept == ["check", "filled.index", "lists", "problem.json", "rambo_files.json"]
 
 
 def test_blocks_of_another_size_go_on_in_the_middle_of_a_block(tmp_path, work, interrupted_write):
@@ -544,12 +544,12 @@ def test_a_finished_index_serves_other_queries_and_parameters(tmp_path, work, mo
     options = {"ks": (1, 10), "index": "IVF16,Flat", "check": 100}
     approximate_recall_at_k(rows, labels, **options, parameters="nprobe=1", folder=tmp_path)
     work.update(trained=[], added=[])
-    (tmp_path / "shard-000000000300.index").write_bytes(b"left over")
+    (tmp_path / "shard-000000000300.index").write_bytes(b"the user's")
     apart = {"gallery": rows, "gallery_labels": labels, "query_ids": np.arange(9), "gallery_ids": np.arange(600)}
     found = approximate_recall_at_k(
         rows[:9] * 2, labels[:9], **apart, **options, parameters="nprobe=4", folder=tmp_path
     )
-    assert not list(tmp_path.glob("shard-*"))
+    assert (tmp_path / "shard-000000000300.index").read_bytes() == b"the user's"
     with monkeypatch.context() as patch:
         patch.setattr(recall_module, "_count", None)  # the exact search is there too
         result = approximate_recall_at_k(rows, labels, **options, parameters="nprobe=16", folder=tmp_path)
