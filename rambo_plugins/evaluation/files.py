@@ -116,7 +116,7 @@ def _npz(path: Path) -> np.ndarray:
         names = arrays.files
         array = arrays[names[0]] if len(names) == 1 else None
     if not isinstance(array, np.ndarray):  # several, none, or a file of another kind
-        raise ValueError(f"{path}: expected one array, got {len(names)} entries: {', '.join(map(ascii, names))}")
+        raise ValueError(f"{path}: expected one array, got {len(names)}: {', '.join(names)}")
     return array
 
 

@@ -94,7 +94,7 @@ class Index:
     def _described(self, training: int | None) -> dict[str, object]:
         """What decides what is in the folder."""
         rows = self.gallery
-        self._problem = {
+        self._problem: dict[str, object] = {
             "index": self.factory,
             "metric": self.metric,
             "gallery": [rows.num, rows.dim, digest_of_all(rows, self.block, self.progress)],

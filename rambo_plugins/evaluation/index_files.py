@@ -30,7 +30,8 @@ def read_index(path: Path) -> Any:
 
 def write_index(index: Any, path: Path) -> None:
     """By a file of Python, which says so when the disk is full also at the last bytes."""
-    failed = []
+    failed: list[OSError] = []
+    swig: Any = faiss  # whose stubs lack this class
 
     def write(some: bytes) -> int:
         try:
@@ -41,7 +42,7 @@ def write_index(index: Any, path: Path) -> None:
 
     with path.open("wb") as file:
         try:
-            faiss.write_index(index, faiss.PyCallbackIOWriter(write))
+            faiss.write_index(index, swig.PyCallbackIOWriter(write))
         except RuntimeError as error:
             raise OSError(f"{path}: faiss cannot write it: {said(error)}") from error
         finally:
@@ -58,7 +59,8 @@ def merge_shards(index: Any, shards: Sequence[Path], lists: Path) -> None:
     """
     needed, free = sum(path.stat().st_size for path in shards), shutil.disk_usage(lists.parent).free
     if free < needed:  # the file is mapped: a full disk would end the process
-        raise OSError(errno.ENOSPC, f"merging the lists takes {needed:,} bytes, and {free:,} are free", str(lists.parent))
+        reason = f"merging the lists takes {needed:,} bytes, and {free:,} are free"
+        raise OSError(errno.ENOSPC, reason, str(lists.parent))
     try:
         merge_ondisk(index, [str(path) for path in shards], str(lists))
     except RuntimeError as error:

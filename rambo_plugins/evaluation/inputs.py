@@ -41,12 +41,12 @@ def as_keys(values: ArrayLike, name: str, length: int | None = None) -> np.ndarr
 def _of_objects(values: list[Any], name: str) -> np.ndarray:
     """int64 or strings of Python's or numpy's objects, or of tensors of one entry."""
     values = [value.item() if isinstance(value, torch.Tensor | np.ndarray) else value for value in values]
-    kind = str if isinstance(values[0], str) else (int, np.integer)
+    kind: Any = str if isinstance(values[0], str) else (int, np.integer)
     for place, value in enumerate(values):
         if not isinstance(value, kind) or isinstance(value, bool):
             before = f" after {values[0]!r}" if place else ""
             raise TypeError(f"{name}: expected integers or strings, all of one kind, got {value!r} at {place}{before}")
-        if kind is str and value.endswith("\0"):
+        if isinstance(value, str) and value.endswith("\0"):
             raise ValueError(f"{name}: expected no NUL at the end, which numpy drops, got {value!r} at {place}")
     try:
         return np.array(values, dtype=str if kind is str else np.int64)
