@@ -113,8 +113,10 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         raise
 
 

@@ -193,7 +193,9 @@ def _line(error: Exception) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"rambo-recall: {line}".replace("\n", "\\n"), file=sys.stderr)
+    """One line, whatever is in the name of a file."""
+    text = f"rambo-recall: {line}".replace("\n", "\\n").encode(errors="backslashreplace").decode()
+    print(text, file=sys.stderr)
 
 
 def save(result: RecallResult, path: Path) -> None:

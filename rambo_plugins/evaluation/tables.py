@@ -80,8 +80,8 @@ def _reserved(name: str) -> bool:
 
 
 def _numbered(names: list[str]) -> bool:
-    prefix = names[0].removesuffix("0")
-    return names == [f"{prefix}{number}" for number in range(len(names))]
+    first = re.fullmatch(r"((?:.*\D)?)0", names[0], flags=re.DOTALL)
+    return first is not None and names == [f"{first[1]}{number}" for number in range(len(names))]
 
 
 def _check_names(path: Path, file: Any, names: list[str]) -> None:
