@@ -16,7 +16,7 @@ from rambo_plugins.evaluation.files import read_embeddings, read_keys, read_path
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=50, deadline=None)
 
 
 @pytest.fixture(scope="module")
