@@ -193,11 +193,11 @@ def test_a_run_that_failed_goes_on_from_its_finished_parts(folder, stage, expect
             words = ("out of memory: CUDA out of memory. Tried to allocate 2 GiB; lower --max-memory",)
         elif stage == "save":
             patch.setattr(Path, "write_bytes", half_written(Path.write_bytes, at=2))
-            words = ("No space left on device", "part-000002")
+            words = ("part-000002: No space left on device",)
         elif stage == "read":  # in the middle of the blocks of the third part
             mapped = np.lib.format.open_memmap("q.npy", mode="r")
             patch.setattr(cli, "read_embeddings", lambda *_: Reader(mapped))
-            words = ("Input/output error",)
+            words = ("q.npy: Input/output error",)
         else:
             patch.setattr(recall, "_count", failing(recall._count, KeyboardInterrupt(), at=2))
             words, code = ("interrupted; with --work FOLDER the same command goes on",), 130
@@ -244,7 +244,12 @@ def test_a_fault_of_ours_keeps_its_traceback(folder, capsys, monkeypatch):
     def broken(*arguments, **options):
         return np.zeros(3) + np.zeros(4)
 
-    for fault, error in ((broken, ValueError), (lambda *_, **__: {}["x"], KeyError), (lambda: None, TypeError)):
+    for fault, error in (
+        (broken, ValueError),
+        (lambda **_: json.loads("{"), ValueError),
+        (lambda **_: {}["x"], KeyError),
+        (lambda: None, TypeError),
+    ):
         monkeypatch.setattr(cli, "recall_at_k", fault)
         with pytest.raises(error):
             run()
@@ -452,11 +457,12 @@ def test_a_folder_is_used_by_one_evaluation_at_a_time(folder, options, capsys):
 def test_a_folder_is_let_go_after_an_error(folder):
     with pytest.raises(ZeroDivisionError):
         WorkFolder("parts", PARTS, lambda: {"a": 1 / 0})
-    with pytest.raises(ZeroDivisionError), WorkFolder("parts", PARTS, lambda: {"a": 1}):
+    with pytest.raises(ZeroDivisionError), WorkFolder("parts", PARTS, lambda: {"a": 1}) as kept:
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="differs in a"):
         WorkFolder("parts", PARTS, lambda: {"a": 2})
     WorkFolder("parts", PARTS, lambda: {"a": 1}).close()
+    assert kept.path == Path("parts")  # as a traceback keeps what it passed
 
 
 def test_a_file_system_without_locks_is_used_all_the_same(folder, monkeypatch, caplog, expected):

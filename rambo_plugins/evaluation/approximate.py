@@ -95,8 +95,8 @@ def approximate_recall_at_k(
         max_memory: bytes, or "800M", "4G": what this call takes beyond the index and the embeddings that are in memory
             already; 2 GiB by default.
         device: where the exact search of the sample runs, as in ``recall_at_k``.
-        folder: keeps the index, as far as it is built, and the exact search of the sample. The same call goes on from
-            there, and calls with other queries, labels or parameters, but the same gallery and index, use it again. The
+        folder: new or empty, or of such a call: keeps the index, as far as it is built, and the exact search of the
+            sample, for one process at a time. The same call goes on from there, and calls with other queries, labels or parameters, but the same gallery and index, use it again. The
             inverted lists of IVF indexes, except FastScan and refined ones, stay in it and are read as needed: the
             index may be larger than the memory. Building takes twice their size on disk.
         progress: show bars.
@@ -106,7 +106,8 @@ def approximate_recall_at_k(
 
     Raises:
         TypeError, ValueError: as ``recall_at_k``; an index or parameters that faiss does not know or cannot use here;
-            a gallery too small to train it; a folder with another index.
+            a gallery too small to train it; a folder with another index or with anything else, or in use.
+        OSError: a full disk; what is finished stays.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)

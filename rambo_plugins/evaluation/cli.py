@@ -1,4 +1,4 @@
-"""``rambo-recall``: Recall@K of embeddings in files, from the command line.
+"""Recall@K of embeddings in files, from the command line: ``rambo-recall``.
 
     rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
     rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.txt --plot curve.png
@@ -43,7 +43,7 @@ FILES = ("query", "gallery", "query_labels", "gallery_labels", "query_ids", "gal
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parse(argv, str(__doc__))
+        args = parse(argv, str(__doc__).replace("``", ""))
         return _run(args)
     except KeyboardInterrupt:
         _say("interrupted; with --work FOLDER the same command goes on from the parts that were finished")
@@ -117,7 +117,7 @@ def _try_outputs(args: argparse.Namespace) -> None:
             expected = ", ".join(f".{kind}" for kind in sorted(kinds))
             raise ValueError(f"--{name}: expected a name that ends in {expected}, got {str(path)!r}")
         if path.exists() and not path.is_file():
-            raise ValueError(f"--{name}: expected a file to write, got {str(path)!r}, which is something else")
+            raise ValueError(f"--{name}: expected a file to write, got {str(path)!r}, which is none")
         for other, taken in [
             *((one, Path(getattr(args, one)).resolve()) for one in FILES if getattr(args, one) is not None),
             *((one, outputs[one]) for one in outputs if one != name),
@@ -189,6 +189,8 @@ def _line(error: Exception) -> str:
     said = str(error).strip() or type(error).__name__
     if _is_out_of_memory(error):
         return f"out of memory: {said.splitlines()[0]}; lower --max-memory, or bring embeddings as .npy, read in blocks"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return said
 
 

@@ -80,9 +80,7 @@ def _read(path: str | Path, readers: dict[str, Callable[[Path], np.ndarray]]) ->
     path = Path(path)
     reader = readers.get(path.suffix)
     if reader is None:
-        raise ValueError(
-            f"{path}: expected a file of the kind {', '.join(readers)}, got {path.suffix or 'no suffix'!r}"
-        )
+        raise ValueError(f"{path}: expected a file of the kind {', '.join(readers)}, got {path.suffix or 'no suffix'}")
     with path.open("rb"):  # an error of the system names the file; those of the readers' libraries do not always
         pass
     return reader(path)
@@ -110,7 +108,7 @@ def _npy(path: Path) -> np.ndarray:
 
 def _npz(path: Path) -> np.ndarray:
     with path.open("rb") as file:
-        if file.read(2) != b"PK":
+        if file.read(4) not in (b"PK\3\4", b"PK\5\6"):
             raise ValueError(f"{path}: not a readable .npz file: not an archive of arrays")
     with _damage(path), np.load(path, allow_pickle=False) as arrays:
         names = arrays.files

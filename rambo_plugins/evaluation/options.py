@@ -20,6 +20,7 @@ DEFAULTS = {
     "panel_queries": 8,
     "panel_neighbours": 10,
 }
+KS = [1, 10, 100, 1000]
 EMBEDDINGS = ".npy, .npz, .fvecs, .bvecs, .ivecs or .parquet"
 
 # what does nothing without one of others
@@ -123,12 +124,14 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.register("action", None, _Once)
     data = parser.add_argument_group("what is compared")
     data.add_argument("--query", required=True, metavar="FILE", help=f"embeddings: {EMBEDDINGS}")
-    data.add_argument("--query-labels", required=True, metavar="FILE", help=".npy, .npz, .ivecs, .parquet or .txt")
+    data.add_argument(
+        "--query-labels", required=True, metavar="FILE", help="labels: .npy, .npz, .ivecs, .parquet or .txt"
+    )
     data.add_argument("--gallery", metavar="FILE", help="embeddings to search in; default: the queries themselves")
-    data.add_argument("--gallery-labels", metavar="FILE")
+    data.add_argument("--gallery-labels", metavar="FILE", help="likewise, with --gallery")
     data.add_argument("--query-ids", metavar="FILE", help="with --gallery-ids: an item of the query's id is the query, "
                       "and left out")  # fmt: skip
-    data.add_argument("--gallery-ids", metavar="FILE")
+    data.add_argument("--gallery-ids", metavar="FILE", help="each once")
     data.add_argument("--columns", nargs="+", metavar="NAME", help="of the vectors in a .parquet: one of lists, or one "
                       "a dimension; default: all, which then are one of lists, or numbered f0, f1, … in this order; "
                       "what pandas marks as its index is left out")  # fmt: skip
@@ -136,8 +139,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
     data.add_argument("--id-column", metavar="NAME", help="of the ids, likewise")
 
     search = parser.add_argument_group("figures")
-    search.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], metavar="K")
-    search.add_argument("--metric", choices=list(METRICS), default="inner_product")
+    search.add_argument(
+        "--ks", nargs="+", type=int, default=[1, 10, 100, 1000], metavar="K", help="default: 1 10 100 1000"
+    )
+    search.add_argument("--metric", choices=list(METRICS), default="inner_product", help="default: inner_product")
     search.add_argument("--normalize", action="store_true", help="bring all embeddings to length 1 first")
     search.add_argument("--lone", choices=LONE, default="exclude", help="queries without a relevant item: leave them "
                         "out of the mean, or count them as a miss")  # fmt: skip

@@ -255,14 +255,15 @@ def _described(
     problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan, progress: bool
 ) -> dict[str, object]:
     """What decides the outcome of the parts."""
-    query = digest_of_all(problem.query, plan.block, progress)
+    size = min(plan.block, WIDE_BLOCK)
+    query = digest_of_all(problem.query, size, progress)
     among_themselves = problem.gallery is problem.query
     return {
         "query": [problem.query.num, problem.query.dim, query],
         "gallery": [
             problem.gallery.num,
             problem.gallery.dim,
-            query if among_themselves else digest_of_all(problem.gallery, plan.block, progress),
+            query if among_themselves else digest_of_all(problem.gallery, size, progress),
         ],
         "labels and ids": digest(problem.query_codes, problem.gallery_codes, problem.own_rows),
         "sampled queries": digest(searched),
