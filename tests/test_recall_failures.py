@@ -109,6 +109,7 @@ def expected():
         ("--json a.json --json b.json", "--json: expected once, got it again"),
         ("--ks 1", "--ks: expected once, got it again"),
         ("--norm", "unrecognized arguments: --norm"),
+        ("--columns", "argument --columns: expected at least one argument"),
         ("--metric cosine", "argument --metric: invalid choice: 'cosine'"),
         ("--sample x", "argument --sample: invalid int value: 'x'"),
         ("--device gpu", "device: expected 'cpu', 'cuda', 'cuda:1' and so on, got ['gpu']"),

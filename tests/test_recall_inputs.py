@@ -96,9 +96,15 @@ def test_numbers_of_numpy_are_numbers_and_booleans_are_not(tmp_path):
         found = run(rows, labels, ks=np.array([1, 5]), **of_numpy, **others)
         assert found.first_rank.tolist() == expected.first_rank.tolist()
         assert (found.recall, found.num_sampled) == (expected.recall, expected.num_sampled)
+        rest = {name: value for name, value in others.items() if name == "index"}
         for name in numbers:
             for wrong in (True, np.True_, 2.5 if name != "max_memory" else "x", -1, "much"):
                 with pytest.raises(ValueError, match=rf"^{name}: expected "):
                     run(rows, labels, ks=(1, 5), **{**numbers, name: wrong}, **others)
         with pytest.raises(ValueError, match=r"^ks: expected one or more positive integers"):
             run(rows, labels, ks=(True, 5), **others)
+        with pytest.raises(ValueError, match=r"^ks: expected one or more positive integers"):
+            run(rows, labels, ks=(1, 2**63), **others)
+        assert (
+            run(rows, labels, ks=(1, 5), **{**numbers, "max_memory": "9999999999T"}, **rest).recall == expected.recall
+        )

@@ -96,9 +96,10 @@ def approximate_recall_at_k(
             already; 2 GiB by default.
         device: where the exact search of the sample runs, as in ``recall_at_k``.
         folder: new or empty, or of such a call: keeps the index, as far as it is built, and the exact search of the
-            sample, for one process at a time. The same call goes on from there, and calls with other queries, labels or parameters, but the same gallery and index, use it again. The
-            inverted lists of IVF indexes, except FastScan and refined ones, stay in it and are read as needed: the
-            index may be larger than the memory. Building takes twice their size on disk.
+            sample, for one process at a time. The same call goes on from there, and calls with other queries, labels or
+            parameters, but the same gallery and index, use it again. The inverted lists of IVF indexes, except FastScan
+            and refined ones, stay in it and are read as needed: the index may be larger than the memory. Building takes
+            twice their size on disk.
         progress: show bars.
 
     Returns:
@@ -145,7 +146,7 @@ def approximate_recall_at_k(
         at = sample[relevant[sample] > 0]
         if len(at):
             rows = query_rows.take(at)
-            name = f"check-{digest(rows, codes[at], own_rows[at], gallery_codes, np.array([limit, memory]))}"
+            name = f"check-{digest(rows, codes[at], own_rows[at], gallery_codes, np.array(str((limit, memory))))}"
             found = recall_at_k(
                 rows,
                 codes[at],

@@ -95,7 +95,7 @@ def check_ks(ks: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(ks, Iterable) or isinstance(ks, str):
         raise TypeError(f"ks: expected a sequence of positive integers, got {ks!r}")
     ks = tuple(ks)
-    if not ks or not all(_is_integer(k) and k > 0 for k in ks):
+    if not ks or not all(_is_integer(k) and 0 < k < 2**62 for k in ks):  # ranks are int64
         raise ValueError(f"ks: expected one or more positive integers, got {ks!r}")
     return tuple(sorted({int(k) for k in ks}))
 

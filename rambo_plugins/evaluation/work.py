@@ -95,10 +95,10 @@ class WorkFolder:
 @contextlib.contextmanager
 def held(path: Path, purpose: str) -> Iterator[OwnFolder]:
     """A folder of ours that no other process has at the same time; the system lets it go when a process is killed."""
-    OwnFolder(path, purpose)
-    if fcntl is None:
+    if fcntl is None or (path.exists() and not path.is_dir()):
         yield OwnFolder(path, purpose)
         return
+    path.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -107,7 +107,7 @@ def held(path: Path, purpose: str) -> Iterator[OwnFolder]:
             raise ValueError(f"{path}: is in use by another evaluation; wait, or choose another folder") from error
         except OSError as error:  # a file system without locks
             logger.warning("%s: cannot be locked (%s); use it in one evaluation at a time", path, error)
-        yield OwnFolder(path, purpose)  # with what another one has written until now
+        yield OwnFolder(path, purpose)
     finally:
         os.close(handle)
 
