@@ -56,9 +56,7 @@ def test_lines_are_labels_letter_by_letter_or_are_refused(folder, labels, end, l
     path = folder / "labels.txt"
     text = ("\ufeff" if mark else "") + end.join(labels) + (end if last else "")
     path.write_bytes(text.encode())
-    wrong = [
-        label == "" or label[0].isspace() or label[-1].isspace() or "\0" in label or "\r" in label for label in labels
-    ]
+    wrong = [x == "" or x[0].isspace() or x[-1].isspace() or any(c in x for c in "\0\r\ufeff") for x in labels]
     if any(wrong):
         refused(read_keys, path, f", line {wrong.index(True) + 1}: ")
     else:
@@ -77,6 +75,7 @@ def test_lines_are_labels_letter_by_letter_or_are_refused(folder, labels, end, l
         (b"cat\nd\xf6g\n", 2, r"expected UTF-8, got the bytes b'd\xf6g'"),
         ("cat\n".encode("utf-16"), 1, "with a NUL"),
         (b"cat\0\n", 1, "with a NUL"),
+        ("cat\n\ufeffdog\n".encode(), 2, "with a byte order mark"),
         (b"cat\rdog\r", 1, r"with a \r that ends no line"),
     ],
 )

@@ -159,15 +159,19 @@ def _txt(path: Path) -> np.ndarray:
     return np.array(keys, dtype=str)
 
 
+_MARK = b"\xef\xbb\xbf"
+_NOWHERE = {b"\0": "a NUL", b"\r": r"a \r that ends no line", _MARK: "a byte order mark, which is for the first line"}
+
+
 def _lines(path: Path, what: str) -> Iterator[bytes]:
     """Without their ends, \\n or \\r\\n, which the last may lack, and without a byte order mark."""
-    text = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    text = path.read_bytes().removeprefix(_MARK)
     lines = text.removesuffix(b"\n").split(b"\n") if text else []
     for number, line in enumerate(lines, 1):
         line = line.removesuffix(b"\r")
         if not line.strip():
             raise ValueError(f"{path}, line {number}: expected {what}, got an empty line")
-        for byte, name in ((b"\0", "a NUL"), (b"\r", r"a \r that ends no line")):
-            if byte in line:
+        for some, name in _NOWHERE.items():
+            if some in line:
                 raise ValueError(f"{path}, line {number}: expected {what}, got {line[:40]!r} with {name}")
         yield line

@@ -94,7 +94,7 @@ def recall_at_k(
             512 MiB by default. It decides the sizes of blocks.
         device: where products are computed, or several of them, which share the gallery; the current CUDA device if
             there is one, else the CPU.
-        work: a folder for finished parts of the queries. The same call with the same folder goes on from them.
+        work: a folder for finished parts of the queries, new or empty, or of the same call, which goes on from them.
         progress: show a bar.
 
     Returns:
@@ -102,8 +102,8 @@ def recall_at_k(
 
     Raises:
         TypeError: a dtype that is none of the above; labels or ids of different kinds; a generator of blocks.
-        ValueError: shapes that do not fit, NaN or inf, a work folder of another evaluation, ``max_memory`` too small,
-            and other arguments out of range.
+        ValueError: shapes that do not fit, NaN or inf, a work folder of anything else or in use, ``max_memory`` too
+            small, and other arguments out of range.
 
     >>> import numpy as np
     >>> embeddings = np.array([[1.0, 0.0], [0.9, 0.1], [0.1, 0.9], [0.8, 0.2]])
