@@ -113,7 +113,7 @@ def expected():
         ("--metric cosine", "argument --metric: invalid choice: 'cosine'"),
         ("--sample x", "argument --sample: invalid int value: 'x'"),
         ("--device gpu", "device: expected 'cpu', 'cuda', 'cuda:1' and so on, got ['gpu']"),
-        ("--device meta", "--device: meta cannot be used here: "),
+        ("--device meta", "device: meta cannot be used here: "),
         ("--max-memory much", "max_memory: expected bytes"),
         ("--plot p.xyz", "--plot: expected a name that ends in "),
         ("--plot p", "--plot: expected a name that ends in "),
@@ -141,7 +141,7 @@ def test_a_command_line_that_makes_no_sense_ends_before_the_work(folder, options
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_cuda_where_there_is_none_is_one_line(folder, capsys):
     assert run("--device", "cuda") == 2
-    assert line(capsys, "--device: cuda cannot be used here: ") == ""
+    assert line(capsys, "device: cuda cannot be used here: ") == ""
 
 
 def test_columns_of_a_table_are_named(folder, expected):

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     _try_outputs(args)
-    _try_devices(args.device)
+    as_devices(args.device)
     data = _read(args)
     panel = None if args.panel is None else Panel(args, data)
     options: dict[str, Any] = {
@@ -130,16 +130,6 @@ def _try_outputs(args: argparse.Namespace) -> None:
                 pass
         except OSError as error:
             raise ValueError(f"--{name}: {str(path)!r} cannot be written: {error.strerror}: {str(folder)!r}") from error
-
-
-def _try_devices(names: list[str] | None) -> None:
-    for device in as_devices(names):
-        try:
-            torch.zeros(1, device=device).cpu()
-        except (AssertionError, RuntimeError) as error:  # torch's ways to say that there is none
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            raise ValueError(f"--device: {device} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def _all_done(steps: dict[str, Callable[[], None]]) -> bool:
