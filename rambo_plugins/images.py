@@ -109,7 +109,7 @@ def check_paths(paths: Iterable[str]) -> None:
 
 
 def write_paths(file: Path, paths: Iterable[str]) -> None:
-    """Writes a list of files in UTF-8, one a line, as ``read_paths`` and ``rambo-recall`` read it.
+    """Writes a list of files in UTF-8, one a line, as ``rambo-recall`` reads it.
 
     Raises:
         ValueError: as ``check_paths``; nothing is written then.
@@ -117,15 +117,3 @@ def write_paths(file: Path, paths: Iterable[str]) -> None:
     paths = list(paths)
     check_paths(paths)
     file.write_bytes("".join(f"{path}\n" for path in paths).encode())
-
-
-def read_paths(file: Path) -> list[str]:
-    """The lines of a list of files.
-
-    Raises:
-        ValueError: not UTF-8.
-    """
-    try:
-        return file.read_bytes().decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected a path a line in UTF-8: {error}") from error

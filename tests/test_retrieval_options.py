@@ -297,7 +297,7 @@ def test_names_that_the_list_of_images_cannot_hold_are_refused_before_the_work(
     options = [*SMALL, "--data", "folder", "--root", str(images), "--out", str(tmp_path)]
     assert main([*options, "--save-embeddings"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--save-embeddings lists the images" in line
+    assert "cannot stand in a list" in line
 
 
 def test_the_list_of_images_is_of_use_in_another_folder(images, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rambo_plugins.demo.data import ImageClasses, load_split
+from rambo_plugins.images import check_paths
 from rambo_plugins.pml.datasets import KS, RetrievalImages, load_images, test_transform, train_transform
 from rambo_plugins.retrieval.errors import CannotGoOn
 
@@ -39,9 +41,9 @@ def load_data(args: argparse.Namespace) -> Data:
     """
     data = _load(args)
     _check_test(data)
-    if args.save_embeddings:
+    if args.save_embeddings:  # with a list of the images
         for images in data.test.values():
-            check_names(getattr(images, "paths", []))
+            check_paths(map(os.path.abspath, getattr(images, "paths", [])))
     return data
 
 
@@ -69,17 +71,6 @@ def _check_test(data: Data) -> None:
         missing = "no query image has one of its class in the gallery"
     if not relevant:
         raise ValueError(f"{missing}: there is nothing that Recall@K could be of")
-
-
-def check_names(paths: list[str]) -> None:
-    """Raises ValueError where a path cannot be a line of a text in UTF-8."""
-    for path in paths:
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"--save-embeddings lists the images in UTF-8, but this name is not: {path!r}") from None
-        if path.splitlines() != [path]:
-            raise ValueError(f"--save-embeddings lists the images, one a line, but this name breaks it: {path!r}")
 
 
 def check_pairs(train: Images) -> None:

@@ -20,6 +20,7 @@ from rambo_plugins.core.distributed import gather_rows, num_processes
 from rambo_plugins.evaluation import recall_at_k
 from rambo_plugins.evaluation.distributed import RecallMetric
 from rambo_plugins.folders import OwnFolder
+from rambo_plugins.images import write_paths
 from rambo_plugins.pml.datasets import RetrievalImages
 from rambo_plugins.retrieval.data import Data, Images, read_batches
 from rambo_plugins.retrieval.errors import CannotGoOn
@@ -140,7 +141,6 @@ def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, fol
                 np.save(file, array.numpy())
         if isinstance(images, RetrievalImages):
             with folder.writing(names[2]) as path:
-                lines = (f"{os.path.abspath(image)}\n" for image in images.paths)
-                path.write_text("".join(lines), encoding="utf-8", newline="\n")
+                write_paths(path, map(os.path.abspath, images.paths))
         written += [folder.path / name for name in names if (folder.path / name).exists()]
     return written
