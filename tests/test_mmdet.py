@@ -837,6 +837,31 @@ def test_a_memory_that_cannot_be_restored_starts_empty_and_the_log_says_so(tmp_p
     assert state["num_steps"] == (12 if "processes" in said else 4)  # the steps are the same in all processes
 
 
+def test_a_compiled_step_is_the_same_and_compiled_once():
+    compiled, counts = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    models = [Boxes({}), Boxes({})]
+    steps = [lambda x, y, model=model: model([x], [y], mode="loss")["loss_cls"] for model in models]
+    steps[1] = torch.compile(steps[1], backend=backend)
+    for number in range(5):
+        losses_of = [one(torch.randn(6, 5, generator=torch.Generator().manual_seed(number)), torch.arange(6) % 5)
+                     for one in steps]  # fmt: skip
+        assert same(*losses_of)
+        for model, loss in zip(models, losses_of, strict=True):
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                model.fc.weight -= model.fc.weight.grad
+        counts.append(len(compiled))
+    assert same(models[0].fc.weight, models[1].fc.weight)
+    assert counts[0] > 0
+    assert counts[1] == counts[-1]
+
+
 def test_a_published_checkpoint_has_weights_alone(tmp_path):
     boxes_run(tmp_path, 1, hooks=[{"type": "CheckpointHook", "published_keys": ["meta", "state_dict"]}])
     (published,) = tmp_path.glob("epoch_1-*.pth")

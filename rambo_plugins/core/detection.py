@@ -132,6 +132,7 @@ class DetectionLoss(nn.Module):
         self.memory = ScoreMemory(memory, warmup=memory_warmup, gather=memory_gather)
         self.statistics: dict[str, Tensor] = {}
 
+    @torch.compiler.disable  # the memory grows: each step would be compiled anew
     def forward(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> DetectionParts:
         """The two parts of the loss of a batch.
 

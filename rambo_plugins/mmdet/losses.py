@@ -103,7 +103,7 @@ class RamboLoss(nn.Module):
         aux_steps = checks.check_integer("aux_steps", aux_steps, 0)
         if not aux_weight and (aux_loss is not None or aux_steps):
             raise ValueError("aux_loss and aux_steps need aux_weight > 0, got 0")
-        self.use_sigmoid = checks.check_flag("use_sigmoid", use_sigmoid)
+        self.use_sigmoid = use_sigmoid = checks.check_flag("use_sigmoid", use_sigmoid)
         self.loss_weight = checks.check_not_negative("loss_weight", loss_weight)
         self.score_space = check_score_space(use_sigmoid, score_space, test_temperature)
         self.test_temperature = float(test_temperature)
@@ -171,6 +171,7 @@ class RamboLoss(nn.Module):
         self.rank_loss.train(mode)
         return super().train(mode)
 
+    @torch.compiler.disable  # it counts its steps and its memory grows: each would be compiled anew
     def forward(
         self,
         cls_score: Tensor,
