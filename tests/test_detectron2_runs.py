@@ -289,10 +289,15 @@ def test_numbers_of_numpy_are_numbers_and_strings_and_booleans_are_none():
             predictor(**options)
 
 
-def test_the_node_is_added_once_and_misspelt_keys_are_errors():
+def test_the_node_is_added_once_and_misspelt_keys_are_errors(tmp_path):
     cfg = config(lambda_val=2.5)
     add_rambo_config(cfg)
     assert cfg.MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL == 2.5
+    (tmp_path / "config.yaml").write_text(
+        "MODEL:\n  ROI_BOX_HEAD:\n    RAMBO:\n      LAMBDA_VAL: 1e-3\n"
+    )  # yaml's string
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    assert cfg.MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL == 0.001
     for name, kind in (("LAMDA_VAL", (KeyError, AssertionError)), ("LAMBDA_VAL", ValueError)):
         with pytest.raises(kind, match=r"Non-existent|Type mismatch"):
             cfg.merge_from_list([f"MODEL.ROI_BOX_HEAD.RAMBO.{name}", "True"])

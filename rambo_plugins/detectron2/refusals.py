@@ -193,7 +193,7 @@ def _check_data(wanted: Wanted, args: argparse.Namespace) -> None:
             for path in paths:
                 if path is not None and "://" not in path and not Path(path).exists():
                     raise ToMend(f"{key}: of {name}, {path} is not there")
-            if part == "test":
+            if key == "DATASETS.TEST":  # a LazyConfig has its evaluator
                 with to_mend(key, ValueError):
                     check_evaluator(name)
 
