@@ -532,7 +532,7 @@ def test_a_run_is_begun_once_and_weights_that_do_not_fit_are_not_evaluated(run, 
     assert refusal(capsys, "--resume", *run) == said
 
 
-def test_lazy_overrides_that_would_do_nothing_are_refused(tmp_path, capsys):
+def test_lazy_overrides_that_would_do_nothing_are_refused(run, tmp_path, capsys):
     path = ROOT / "detectron2_configs/COCO-Detection/faster_rcnn_R_50_FPN_1x_rambo.py"
     for override, said in (
         ("train.max_itr=5", "train.max_itr=5: the config has no train.max_itr; to add it, write +train.max_itr=5"),
@@ -544,5 +544,10 @@ def test_lazy_overrides_that_would_do_nothing_are_refused(tmp_path, capsys):
         ),
     ):
         assert refused(capsys, "--config-file", str(path), override).startswith(said)
+    names = ["dataloader.train.dataset.names=one_train", "dataloader.test.dataset.names=one_test"]
+    command = ["--config-file", str(path), *run[2:], *names, "train.device=cpu", "train.init_checkpoint=''"]
+    said = refusal(capsys, *command, "model.roi_heads.box_predictor.lamda_val=3", f"train.output_dir={tmp_path}/new")
+    assert said.startswith("the config: ")
+    assert "unexpected keyword argument 'lamda_val'" in said
     Path(tmp_path / "bad.py").write_text("model = (")
     assert refused(capsys, "--config-file", str(tmp_path / "bad.py")).startswith(f"{tmp_path}/bad.py: ")
