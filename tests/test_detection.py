@@ -259,6 +259,9 @@ def test_numbers_of_numpy_are_numbers():
         ({"margin": -1.0}, "margin must be a finite number >= 0"),
         ({"lambda_val": np.float32("nan")}, "lambda_val must be a finite number > 0, got np.float32"),
         ({"lambda_val": np.bool_(True)}, "lambda_val must be a finite number > 0"),
+        ({"lambda_val": 1e-31}, "lambda_val must lie between 1e-30 and 1e\\+30, got 1e-31"),
+        ({"lambda_val": 1.2e-30}, "lambda_val must lie between 1e-30"),  # of a part: a third or two thirds of it
+        ({"memory": 0, "memory_warmup": 2}, "memory_warmup needs memory > 0, got memory_warmup=2 and memory=0"),
         ({"memory": -1}, "memory must be an integer >= 0, got -1"),
         ({"map_weight": 0, "apc_weight": 0}, "map_weight or apc_weight must be > 0"),
         ({"apc_weight": -1}, "apc_weight must be a finite number >= 0"),
@@ -268,6 +271,12 @@ def test_numbers_of_numpy_are_numbers():
 def test_errors_of_the_options(arguments, message):
     with pytest.raises(ValueError, match=message):
         DetectionLoss(**arguments)
+
+
+@pytest.mark.parametrize("option", ["rank_plus_grad", "memory_gather"])
+def test_a_word_is_no_flag(option):
+    with pytest.raises(TypeError, match="must be True or False, got 'False'"):
+        DetectionLoss(**{option: "False"})
 
 
 @pytest.mark.parametrize(

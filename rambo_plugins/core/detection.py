@@ -68,7 +68,7 @@ class DetectionLoss(nn.Module):
     that is, each part is ranked with λ·s_p and multiplied by s_p. What multiplies the whole loss changes no λ.
 
     Args:
-        lambda_val: λ > 0, in units of normalised ranks of the unit loss.
+        lambda_val: λ, in units of normalised ranks of the unit loss; λ·s_p in [1e-30, 1e30].
         margin: α ≥ 0 (Eq. 14), in units of the scores.
         memory: τ ≥ 0, batches whose scores are ranked together with the current one.
         memory_warmup: batches that are kept before they are ranked.
@@ -112,22 +112,27 @@ class DetectionLoss(nn.Module):
         rank_plus_grad: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_positive("lambda_val", lambda_val)
-        checks.check_not_negative("margin", margin)
-        checks.check_not_negative("map_weight", map_weight)
-        checks.check_not_negative("apc_weight", apc_weight)
+        map_weight = checks.check_not_negative("map_weight", map_weight)
+        apc_weight = checks.check_not_negative("apc_weight", apc_weight)
         checks.check_choice("precision_loss", precision_loss, _PRECISION_LOSSES)
+        if memory_warmup and not memory:
+            raise ValueError(
+                f"memory_warmup needs memory > 0, got memory_warmup={memory_warmup!r} and memory={memory!r}"
+            )
         if not map_weight + apc_weight:
             raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
-        self.lambda_val = float(lambda_val)
-        self.margin = float(margin)
-        self.map_share = float(map_weight / (map_weight + apc_weight))
-        self.apc_share = float(apc_weight / (map_weight + apc_weight))
+        self.lambda_val = checks.check_lambda(lambda_val)
+        self.margin = checks.check_not_negative("margin", margin)
+        self.map_share = map_weight / (map_weight + apc_weight)
+        self.apc_share = apc_weight / (map_weight + apc_weight)
+        for share in (self.map_share, self.apc_share):
+            checks.check_lambda(self.lambda_val * share if share else self.lambda_val)
         self.precision_loss = precision_loss
-        self.rank_plus_grad = rank_plus_grad
+        self.rank_plus_grad = checks.check_flag("rank_plus_grad", rank_plus_grad)
         self.memory = ScoreMemory(memory, warmup=memory_warmup, gather=memory_gather)
         self.statistics: dict[str, Tensor] = {}
 
+    @torch.compiler.disable  # the memory grows: each step would be compiled anew
     def forward(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> DetectionParts:
         """The two parts of the loss of a batch.
 

@@ -7,12 +7,12 @@ has its own. It is nevertheless part of ``state_dict``, so that a resumed run co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rambo_plugins.core import checks
 from rambo_plugins.core.distributed import gather_rows
 
 
@@ -31,7 +31,7 @@ class ScoreMemory(nn.Module):
             ``torch.distributed.checkpoint``); without it they are as long as what is kept.
 
     Raises:
-        ValueError: a negative or not integral argument, or tensors of different lengths.
+        TypeError, ValueError: an argument of the wrong type, a negative one, or tensors of different lengths.
 
     >>> memory = ScoreMemory(batches=2)
     >>> for step in range(3):
@@ -45,12 +45,9 @@ class ScoreMemory(nn.Module):
         self, batches: int, *, warmup: int = 0, gather: bool = False, like: Sequence[Tensor] | None = None
     ) -> None:
         super().__init__()
-        for name, value in (("memory", batches), ("memory warm-up", warmup)):
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-        self.batches = int(batches)
-        self.warmup = int(warmup)
-        self.gather = gather
+        self.batches = checks.check_integer("memory", batches, 0)
+        self.warmup = checks.check_integer("memory warm-up", warmup, 0)
+        self.gather = checks.check_flag("memory gather", gather)
         self._like = None if like is None else tuple(tensor.new_empty(tensor.shape, device="meta") for tensor in like)
         _length(self._like or ())
         self.reset()
@@ -102,7 +99,7 @@ class ScoreMemory(nn.Module):
         return joined
 
     def join(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """The batch, longer by the memory, and what to ``push`` once the step has not failed; the memory stays as it is.
+        """The batch, longer by the memory, and what to ``push`` when the step has not failed; changes nothing.
 
         A forward pass without a gradient (evaluation mode, ``no_grad``, scores that do not require one) gets the batch
         back as it is, and None to push.
