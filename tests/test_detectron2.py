@@ -619,17 +619,25 @@ def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path, capsys):
 
 
 def test_a_training_script_that_knows_nothing_of_us(tmp_path):
+    """It has the node, the heads, and a trainer that keeps the memory."""
     program = (
-        "from detectron2.config import get_cfg; from detectron2.modeling import build_model; cfg = get_cfg(); "
-        "cfg.merge_from_list(['MODEL.ROI_HEADS.NAME', 'RamboRes5ROIHeads', 'MODEL.DEVICE', 'cpu', "
-        "'MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL', 2.5]); print(build_model(cfg).roi_heads.box_predictor.rank_loss)"
+        "from detectron2.config import get_cfg; from detectron2.data import DatasetCatalog; "
+        "from detectron2.engine import DefaultTrainer; image = dict(file_name='a.png', image_id=0, height=9, width=9); "
+        "box = dict(bbox=[1, 1, 5, 5], bbox_mode=0, category_id=0); cfg = get_cfg(); "
+        "DatasetCatalog.register('one', lambda: [dict(image, annotations=[box])]); "
+        "cfg.merge_from_list(['MODEL.ROI_HEADS.NAME', 'RamboRes5ROIHeads', 'MODEL.DEVICE', 'cpu', 'DATASETS.TRAIN', "
+        "('one',), 'DATALOADER.NUM_WORKERS', 0, 'MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL', 2.5]); "
+        "from detectron2.data import MetadataCatalog; MetadataCatalog.get('one').thing_classes = ['thing']; "
+        "trainer = DefaultTrainer(cfg); print(trainer.model.roi_heads.box_predictor.rank_loss); "
+        "print([type(hook).__name__ for hook in trainer._hooks])"
     )
-    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "rambo_plugins.detectron2.env"}
+    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "rambo_plugins.detectron2.env", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "lambda_val=2.5" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("['RamboState', ")
 
 
 def test_two_processes(tmp_path):

@@ -289,10 +289,15 @@ def test_numbers_of_numpy_are_numbers_and_strings_and_booleans_are_none():
             predictor(**options)
 
 
-def test_the_node_is_added_once_and_misspelt_keys_are_errors():
+def test_the_node_is_added_once_and_misspelt_keys_are_errors(tmp_path):
     cfg = config(lambda_val=2.5)
     add_rambo_config(cfg)
     assert cfg.MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL == 2.5
+    (tmp_path / "config.yaml").write_text(
+        "MODEL:\n  ROI_BOX_HEAD:\n    RAMBO:\n      LAMBDA_VAL: 1e-3\n"
+    )  # yaml's string
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    assert cfg.MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL == 0.001
     for name, kind in (("LAMDA_VAL", (KeyError, AssertionError)), ("LAMBDA_VAL", ValueError)):
         with pytest.raises(kind, match=r"Non-existent|Type mismatch"):
             cfg.merge_from_list([f"MODEL.ROI_BOX_HEAD.RAMBO.{name}", "True"])
@@ -527,7 +532,7 @@ def test_a_run_is_begun_once_and_weights_that_do_not_fit_are_not_evaluated(run, 
     assert refusal(capsys, "--resume", *run) == said
 
 
-def test_lazy_overrides_that_would_do_nothing_are_refused(tmp_path, capsys):
+def test_lazy_overrides_that_would_do_nothing_are_refused(run, tmp_path, capsys):
     path = ROOT / "detectron2_configs/COCO-Detection/faster_rcnn_R_50_FPN_1x_rambo.py"
     for override, said in (
         ("train.max_itr=5", "train.max_itr=5: the config has no train.max_itr; to add it, write +train.max_itr=5"),
@@ -539,5 +544,10 @@ def test_lazy_overrides_that_would_do_nothing_are_refused(tmp_path, capsys):
         ),
     ):
         assert refused(capsys, "--config-file", str(path), override).startswith(said)
+    names = ["dataloader.train.dataset.names=one_train", "dataloader.test.dataset.names=one_test"]
+    command = ["--config-file", str(path), *run[2:], *names, "train.device=cpu", "train.init_checkpoint=''"]
+    said = refusal(capsys, *command, "model.roi_heads.box_predictor.lamda_val=3", f"train.output_dir={tmp_path}/new")
+    assert said.startswith("the config: ")
+    assert "unexpected keyword argument 'lamda_val'" in said
     Path(tmp_path / "bad.py").write_text("model = (")
     assert refused(capsys, "--config-file", str(tmp_path / "bad.py")).startswith(f"{tmp_path}/bad.py: ")

@@ -216,11 +216,13 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
 
     def _say_what_is_missing(self) -> None:
         iteration = get_event_storage().iter if has_event_storage() else 0
-        if iteration and (self.rank_loss.memory.batches or self.aux_ce_steps):
+        begins = ["an empty memory"] if self.rank_loss.memory.batches else []
+        begins += ["aux_ce_steps from 0"] if self.aux_ce_steps else []
+        if iteration and begins:
             log_first_n(
                 logging.WARNING,
-                f"training goes on at iteration {iteration} with an empty memory, and aux_ce_steps from 0: the "
-                "checkpoint has no state of RaMBO, see rambo_plugins.detectron2.RamboState",
+                f"training goes on at iteration {iteration} with {' and '.join(begins)}: the checkpoint has no state "
+                "of RaMBO, see rambo_plugins.detectron2.RamboState",
                 name="detectron2.rambo_plugins",
                 key="message",
             )

@@ -60,6 +60,10 @@ class Wanted:
         found = {name: _select(cfg, key) for name, key in names.items()}
         for name in ("train", "test"):
             found[name] = [found[name]] if isinstance(found[name], str) else found[name] and list(found[name])
+        found["weights"] = found["weights"] or ""
+        missing = [names[name] for name in ("device", "output", "amp") if found[name] is None]
+        if missing:
+            raise ToMend(f"the config has no {missing[0]}, which detectron2's own configs have")
         return cls(names, **found)
 
 
@@ -106,14 +110,17 @@ def check_keys(cfg: Any, overrides: Iterable[str]) -> None:
     """Overrides of a LazyConfig: its parser adds what is not there. Arguments of a call may be new, other keys not."""
     for override in overrides:
         key = override.split("=", 1)[0]
+        if key.startswith(("+", "~")):
+            continue
         node = cfg
-        for part in key.lstrip("+~").split("."):
-            known = node is not None and (part in node if hasattr(node, "keys") else True)
-            if not known and not key.startswith("+") and "_target_" not in node:
-                raise ToMend(f"{override}: the config has no {key}; to add it, write +{override}")
-            node = _select(node, part)
+        for part in key.split("."):
             if not hasattr(node, "keys"):
-                break
+                break  # a list, or nothing to look into
+            if part not in node.keys():  # noqa: SIM118  `in` leaves out what has no value yet
+                if "_target_" in node:
+                    break
+                raise ToMend(f"{override}: the config has no {key}; to add it, write +{override}")
+            node = node._get_node(part)
 
 
 def check_run(wanted: Wanted, args: argparse.Namespace) -> bool:
@@ -193,7 +200,7 @@ def _check_data(wanted: Wanted, args: argparse.Namespace) -> None:
             for path in paths:
                 if path is not None and "://" not in path and not Path(path).exists():
                     raise ToMend(f"{key}: of {name}, {path} is not there")
-            if part == "test":
+            if key == "DATASETS.TEST":  # a LazyConfig has its evaluator
                 with to_mend(key, ValueError):
                     check_evaluator(name)
 

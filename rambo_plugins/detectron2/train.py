@@ -163,7 +163,7 @@ def _run_yaml(cfg: CfgNode, args: argparse.Namespace, weights: str) -> Any:
 
 
 def _run_lazy(cfg: Any, args: argparse.Namespace, weights: str) -> Any:
-    with to_mend("the config", ValueError):
+    with to_mend("the config", TypeError, ValueError):  # arguments that there are not, among them
         model = instantiate(cfg.model).to(cfg.train.device)
     if args.eval_only:
         with to_mend(weights, OSError):
