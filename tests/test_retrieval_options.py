@@ -220,7 +220,7 @@ def test_a_checkpoint_whose_parameters_are_of_another_network_is_refused(checkpo
 def test_check_images_looks_at_all_before_the_first_step(checkpoints, images, tmp_path, capsys, monkeypatch):
     looked = []
 
-    def check(split, *, progress=False):
+    def check(split, *, workers=0, progress=False):
         looked.append((len(split), progress))
         if len(looked) == 2:
             raise ValueError("a.png, b.png: damaged")

@@ -130,7 +130,7 @@ def _load(args: argparse.Namespace) -> Data:
         from rambo_plugins.pml.datasets import check_images  # type: ignore[attr-defined,unused-ignore]
 
         for images in (data.train, *data.test.values()) if args.evaluate_only is None else data.test.values():
-            check_images(images, progress=not args.quiet)
+            check_images(images, workers=args.workers, progress=not args.quiet)
     return data
 
 
