@@ -18,7 +18,7 @@ test: .venv/detectron2
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 slow: .venv/detectron2
 	$(BIN)/python -m pytest -m slow

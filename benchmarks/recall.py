@@ -3,8 +3,9 @@
     python benchmarks/recall.py --folder FOLDER                       # everything; 3 GB of arrays in the folder
     python benchmarks/recall.py --problems sop inshop --repeats 1     # a part of it
 
-Embeddings of unit length made with a seed, 512-d: an SOP-sized test set that searches in itself, an In-shop-sized query
-and gallery, a gallery of a million in a memory map with 10,000 queries, and subsets of the first for the growth with N.
+Embeddings of unit length made with a seed, 512-d: an SOP-sized test set that searches in itself, also without classes
+and with tight ones, which leave more and less to decide exactly, an In-shop-sized query and gallery, a gallery of a
+million in a memory map with 10,000 queries, and subsets of the first for the growth with N.
 Every run is a process of its own; in each repetition the competitors run one after the other, so that what the table
 gives, the ratio of medians, is of one time. Seconds are those of the evaluation, memory is the peak above what the
 process held when the embeddings were loaded (``ru_maxrss``). Competitors:
@@ -51,26 +52,32 @@ class Problem:
     methods: tuple[str, ...]
     max_memory: str | None = None
     mapped: bool = False
+    noise: float | None = 2.4  # of a row around the centre of its class, each of length √D; None: no centres
+    title: str = ""
 
 
 ALL = ("count", "search", "faiss", "topk", "pml")
 PROBLEMS = {
     **{f"self-{num}": Problem(num, None, num // 5, SOP_KS, ALL) for num in (5_000, 10_000, 20_000)},
     "sop": Problem(60_502, None, 11_316, SOP_KS, ALL),
+    "sop-random": Problem(60_502, None, 11_316, SOP_KS, ("count", "faiss"), noise=None, title=", no classes"),
+    "sop-trained": Problem(60_502, None, 11_316, SOP_KS, ("count", "faiss"), noise=1.0, title=", tight classes"),
     "inshop": Problem(14_218, 12_612, 3_985, (1, 10, 20, 30, 50), ALL),
     "million": Problem(10_000, 1_000_000, 100_000, SOP_KS, ("count", "faiss"), "2G", mapped=True),
     "tiny": Problem(300, 400, 50, (1, 10), ALL, mapped=True),  # to see that all runs
 }
 
 
-def embeddings(labels: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
-    """Unit vectors around a random centre of each class, so far from it that some neighbours are of other classes."""
+def embeddings(labels: np.ndarray, num_classes: int, seed: int, noise: float | None) -> np.ndarray:
+    """Unit vectors around a random centre of each class, as far from it as ``noise`` says."""
     centres = np.random.default_rng(0).standard_normal((num_classes, DIM), dtype=np.float32)
     rng = np.random.default_rng(seed)
     rows = np.empty((len(labels), DIM), np.float32)
     for start in range(0, len(labels), 65_536):
         part = labels[start : start + 65_536]
-        noisy = centres[part] + 2.4 * rng.standard_normal((len(part), DIM), dtype=np.float32)
+        noisy = rng.standard_normal((len(part), DIM), dtype=np.float32)
+        if noise is not None:
+            noisy = centres[part] + noise * noisy
         rows[start : start + len(part)] = noisy / np.linalg.norm(noisy, axis=1, keepdims=True)
     return rows
 
@@ -85,7 +92,7 @@ def make(name: str, folder: Path) -> None:
             continue
         labels = np.random.default_rng(seed).permutation(np.arange(num) % problem.num_classes)
         np.save(folder / f"{name}-{side}-labels.npy", labels)
-        np.save(path.with_suffix(".unfinished.npy"), embeddings(labels, problem.num_classes, seed))
+        np.save(path.with_suffix(".unfinished.npy"), embeddings(labels, problem.num_classes, seed, problem.noise))
         path.with_suffix(".unfinished.npy").rename(path)
 
 
@@ -224,7 +231,7 @@ def extrapolated_pml(medians: dict[str, dict[str, dict[str, float]]]) -> tuple[s
 
 def size_of(name: str) -> str:
     problem = PROBLEMS[name]
-    return f"{problem.num_queries:,} × {problem.num_gallery or problem.num_queries:,}"
+    return f"{problem.num_queries:,} × {problem.num_gallery or problem.num_queries:,}{problem.title}"
 
 
 def markdown(outcome: dict[str, Any]) -> str:

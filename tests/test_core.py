@@ -1,7 +1,11 @@
 """The core against slow oracles, and what it promises: invariance of λ, ties, masks, half precision, empty rows."""
 
+import copy
+import fractions
+import functools
 import importlib.util
 import itertools
+import pickle
 import random
 import sys
 
@@ -9,7 +13,9 @@ import numpy as np
 import oracles
 import pytest
 import torch
+import torch.utils.checkpoint
 
+from rambo_plugins import core
 from rambo_plugins.core import (
     AveragePrecisionLoss,
     RankLoss,
@@ -17,6 +23,7 @@ from rambo_plugins.core import (
     average_precision_item_loss,
     average_precision_loss,
     check_nan,
+    checks,
     compiled,
     counting,
     kernels,
@@ -607,7 +614,7 @@ FLAT = {"scores": torch.zeros(3), "relevance": torch.tensor([True, False, True])
         ({"lambda_per": "query"}, ValueError, "lambda_per must be one of 'batch', 'row'"),
         ({"weighting": "linear"}, ValueError, "weighting must be one of 'log', 'loglog', got 'linear'"),
         ({"weighting": []}, ValueError, r"shape \(M,\)"),
-        ({"weighting": 3}, ValueError, r"shape \(M,\)"),
+        ({"weighting": 3}, TypeError, r"shape \(M,\)"),
         ({"weighting": object()}, TypeError, "a name, a callable or a table"),
         (
             {"weighting": lambda r: r.sum()},
@@ -696,3 +703,453 @@ def test_a_numba_that_does_not_work_is_reported(monkeypatch):
             assert kernels.compiled_kernel() is None
     finally:
         kernels.compiled_kernel.cache_clear()
+
+
+def distinct_problem(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 12, generator=generator, dtype=torch.float64)
+    return scores, torch.rand(4, 12, generator=generator) < 0.4
+
+
+def outcome(loss_fn, scores, values):
+    """The loss and its gradient, in one tensor."""
+    y = scores.clone().requires_grad_()
+    loss = loss_fn(y, values)
+    loss.backward()
+    return torch.cat([loss.detach()[None], y.grad.flatten()])
+
+
+def own_item_loss(rank, rank_plus, num_relevant):
+    return rank.log()
+
+
+def own_weighting(r):
+    return r.sqrt()
+
+
+MODULES = {  # how each public loss is made; the last is called with floats, the others with what is relevant
+    "RankLoss": lambda **options: RankLoss(own_item_loss, **options),
+    "RecallLoss": RecallLoss,
+    "RecallLoss, table": lambda **options: RecallLoss(weighting=np.array([1.0, 0.5, 0.25]), **options),
+    "RecallLoss, function": lambda **options: RecallLoss(weighting=own_weighting, **options),
+    "RecallLoss, loglog": lambda **options: RecallLoss(weighting="loglog", **options),
+    "AveragePrecisionLoss": AveragePrecisionLoss,
+    "ReciprocalRankLoss": core.ReciprocalRankLoss,
+    "PrecisionAtKLoss": lambda **options: core.PrecisionAtKLoss(k=3, **options),
+    "RecallAtKLoss": lambda **options: core.RecallAtKLoss(ks=(1, 4), **options),
+    "NDCGLoss": core.NDCGLoss,
+    "NDCGLoss, cutoff": lambda **options: core.NDCGLoss(cutoff=3, **options),
+    "SpearmanLoss": core.SpearmanLoss,
+}
+every_module = pytest.mark.parametrize("name", MODULES)
+
+
+def problem_of(name, seed=0):
+    scores, relevance = distinct_problem(seed)
+    if name.startswith(("NDCG", "Spearman")):
+        return scores, relevance * torch.arange(1.0, 13.0, dtype=torch.float64)
+    return scores, relevance
+
+
+def test_every_public_loss_is_among_the_modules_of_these_tests():
+    public = {name for name in core.__all__ if isinstance(getattr(core, name), type)}
+    losses = {name for name in public if issubclass(getattr(core, name), torch.nn.Module)} - {"ScoreMemory"}
+    assert losses == {name.split(",")[0] for name in MODULES}
+
+
+def through_a_file(module, folder):
+    torch.save(module, folder / "loss.pt")
+    return torch.load(folder / "loss.pt", weights_only=False)
+
+
+@every_module
+def test_every_loss_can_be_pickled_saved_and_copied_with_its_random_margin(name, tmp_path):
+    def made():
+        return MODULES[name](lambda_val=5.0, margin=0.5, generator=torch.Generator().manual_seed(3))
+
+    scores, values = problem_of(name)
+    first, expected = made(), made()
+    for loss_fn in (first, expected):
+        outcome(loss_fn, scores, values)
+    copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first), through_a_file(first, tmp_path)]
+    outcome(first, scores, values)  # the copies draw for themselves
+    then = outcome(expected, scores, values)
+    assert then[1:].any()
+    for other in copies:
+        assert torch.equal(outcome(other, scores, values), then)
+        assert repr(other) == repr(first)
+    plain = pickle.loads(pickle.dumps(MODULES[name](lambda_val=5.0)))
+    assert torch.equal(outcome(plain, scores, values), outcome(MODULES[name](lambda_val=5.0), scores, values))
+
+
+NUMBERS = {
+    "int": 2, "float": 2.0, "fraction": fractions.Fraction(2), "np.float32": np.float32(2), "np.float16": np.float16(2),
+    "np.float64": np.float64(2), "np.int64": np.int64(2), "np.uint8": np.uint8(2), "array": np.array(2.0),
+    "int array": np.array(2), "tensor": torch.tensor(2.0), "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16),
+    "int tensor": torch.tensor(2),
+}  # fmt: skip
+NO_NUMBERS = {
+    "bool": True, "np.bool": np.True_, "bool tensor": torch.tensor(True), "str": "2", "np.str": np.str_("2"),
+    "None": None, "complex": 2 + 0j, "list": [2.0], "tensor (1,)": torch.tensor([2.0]), "nan": float("nan"),
+    "np.nan": np.float32("nan"), "nan tensor": torch.tensor(float("nan")), "inf": float("inf"),
+    "np.inf": np.float64("inf"),
+    "huge int": 10**400, "device": torch.empty((), device="meta"), "learned": torch.tensor(2.0, requires_grad=True),
+    "negative": -2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_of_numpy_and_torch_are_numbers(kind, problem):
+    number = NUMBERS[kind]
+    expected = outcome(RecallLoss(lambda_val=2.0, margin=2.0), *problem)
+    assert expected[1:].any()
+    module = RecallLoss(lambda_val=number, margin=number)
+    assert (type(module.lambda_val), type(module.margin)) == (float, float)
+    assert torch.equal(outcome(module, *problem), expected)
+    function = functools.partial(recall_loss, lambda_val=number, margin=number)
+    assert torch.equal(outcome(function, *problem), expected)
+    assert torch.equal(rank(problem[0], number), rank(problem[0], 2.0))
+    expected = outcome(core.PrecisionAtKLoss(k=2, lambda_val=2.0, temperature=2.0), *problem)
+    if "int" in kind:
+        precision = core.PrecisionAtKLoss(k=number, lambda_val=2.0, temperature=number)
+        assert torch.equal(outcome(precision, *problem), expected)
+        gains = problem[1].double()
+        cut = [core.NDCGLoss(cutoff=k, lambda_val=2.0, temperature=k) for k in (number, 2)]
+        assert torch.equal(*(outcome(loss_fn, problem[0], gains) for loss_fn in cut))
+        assert core.RecallAtKLoss(ks=number, lambda_val=2.0)(*problem) == core.RecallAtKLoss(ks=2, lambda_val=2.0)(
+            *problem
+        )
+    else:
+        for make in (core.PrecisionAtKLoss, lambda k, **of: core.RecallAtKLoss(ks=k, **of)):
+            with pytest.raises(ValueError, match="must be an integer >= 1"):
+                make(k=2.5 if kind in ("int", "fraction") else number, lambda_val=1.0)
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_what_is_no_number_is_refused_everywhere(kind, problem):
+    value = NO_NUMBERS[kind]
+    made = {
+        "lambda_val": lambda v: recall_loss(*problem, lambda_val=v),
+        "lambda_val ": lambda v: rank(problem[0], v),
+        "lambda_val  ": lambda v: AveragePrecisionLoss(lambda_val=v),
+        "margin": lambda v: RecallLoss(lambda_val=1.0, margin=[0.1, v]),
+        "temperature": lambda v: core.PrecisionAtKLoss(k=2, lambda_val=1.0, temperature=v),
+        "temperature ": lambda v: core.RecallAtKLoss(ks=2, lambda_val=1.0, temperature=v),
+        "temperature  ": lambda v: core.NDCGLoss(lambda_val=1.0, temperature=v),
+        "k": lambda v: core.PrecisionAtKLoss(k=v, lambda_val=1.0),
+        "ks": lambda v: core.RecallAtKLoss(ks=[1, v], lambda_val=1.0),
+    }
+    if kind != "negative":
+        made["weight of the table"] = lambda v: RecallLoss(lambda_val=1.0, weighting=[1.0, v])
+    if kind != "None":
+        made["cutoff"] = lambda v: core.NDCGLoss(lambda_val=1.0, cutoff=v)
+        made["margin "] = lambda v: RecallLoss(lambda_val=1.0, margin=[v, v])
+    for name, make in made.items():
+        with pytest.raises(ValueError, match=f"{name.strip()} must"):
+            make(value)
+
+
+@pytest.mark.parametrize("several", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, dtype=np.float64)])
+def test_several_numbers_are_a_sequence_an_array_or_a_tensor(several, problem):
+    table = several([1.0, 0.5, 0.25])
+    assert torch.equal(
+        outcome(RecallLoss(lambda_val=2.0, margin=table, weighting=table), *problem),
+        outcome(RecallLoss(lambda_val=2.0, margin=[1.0, 0.5, 0.25], weighting=[1.0, 0.5, 0.25]), *problem),
+    )
+    margins = RecallLoss(lambda_val=2.0, margin=several(np.linspace(0, 1, 3).tolist())).margin
+    assert margins == (0.0, 0.5, 1.0)
+    one, other = (core.RecallAtKLoss(ks=ks, lambda_val=2.0) for ks in ([1, 4], np.array([1, 4])))
+    assert one(*problem) == other(*problem) == core.RecallAtKLoss(ks=torch.tensor([1, 4]), lambda_val=2.0)(*problem)
+
+
+@pytest.mark.parametrize("lambda_val", [1e-31, 1e-320, 1e31, 1e300])
+def test_a_lambda_whose_steps_vanish_or_overflow_is_refused(lambda_val, problem):
+    for call in (lambda: recall_loss(*problem, lambda_val=lambda_val), lambda: rank(problem[0], lambda_val)):
+        with pytest.raises(ValueError, match=r"lambda_val must lie between 1e-30 and 1e\+30"):
+            call()
+    with pytest.raises(ValueError, match="lambda_val"):
+        RecallLoss(lambda_val=lambda_val)
+    with pytest.raises(ValueError, match=r"margin must be at most 1e\+30"):
+        recall_loss(*problem, lambda_val=1.0, margin=1e39)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("lambda_val", [1e-30, 1e30])
+def test_the_bounds_of_lambda_give_finite_gradients(lambda_val):
+    relevance = torch.arange(5) < 2
+    for scores in (torch.zeros(5), torch.arange(5.0), torch.tensor([-1e38, 1e38, 0.0, 1.0, -float("inf")])):
+        grad = outcome(AveragePrecisionLoss(lambda_val=lambda_val, margin=0.1), scores, relevance)
+        assert grad.isfinite().all()
+
+
+BAD = (float("nan"), float("inf"), -1.0)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_weights_and_grades_that_are_no_weights_or_grades_are_named(bad, problem):
+    scores, relevance = problem
+    scores, relevance = scores[:2, :4], torch.tensor([[True, False, False, True], [False, True, False, False]])
+    of_rows, of_items = torch.tensor([1.0, bad]), torch.ones(2, 4)
+    of_items[0, 3] = bad
+    for call in (
+        lambda: recall_loss(scores, relevance, lambda_val=1.0, weights=of_rows),
+        lambda: core.ndcg_loss(scores, of_items.double(), lambda_val=1.0, weights=of_rows),
+    ):
+        with pytest.raises(ValueError, match=r"must be finite numbers >= 0 .*1 others of \d, the first at \(.*\): "):
+            call()
+    with pytest.raises(ValueError, match=rf"^item_weights must be .*1 others of 8, the first at \(0, 3\): {bad}"):
+        recall_loss(scores, relevance, lambda_val=1.0, item_weights=of_items)
+    with pytest.raises(ValueError, match=rf"^gains must be .*1 others of 8, the first at \(0, 3\): {bad}"):
+        core.ndcg_loss(scores, of_items, lambda_val=1.0)
+    if bad != -1.0:
+        with pytest.raises(
+            ValueError, match=rf"^grades must be finite, got 1 others of 8, the first at \(0, 3\): {bad}"
+        ):
+            rank_loss(scores, relevance, lambda r, p, n, g: r * g, lambda_val=1.0, grades=of_items)
+    if bad != bad:
+        with pytest.raises(ValueError, match=r"^target must not be NaN, got 1 .* of 8, the first at \(0, 3\)"):
+            core.spearman_loss(scores, of_items, lambda_val=1.0)
+    # What is not read may be anything: irrelevant items, those that do not exist.
+    elsewhere, mask = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    elsewhere[0, 1], mask[0, 1] = bad, False
+    expected = recall_loss(scores, relevance, lambda_val=1.0)
+    assert recall_loss(scores, relevance, lambda_val=1.0, item_weights=elsewhere) == expected
+    for loss_fn in (core.ndcg_loss, core.spearman_loss):
+        clean = elsewhere.nan_to_num(1.0, 1.0, 1.0).abs()
+        assert loss_fn(scores, elsewhere, lambda_val=1.0, mask=mask) == loss_fn(
+            scores, clean, lambda_val=1.0, mask=mask
+        )
+
+
+def test_weights_whose_sum_is_infinite_are_refused(problem):
+    scores, relevance = (values.float() if values.is_floating_point() else values for values in problem)
+    for weights in ({"weights": torch.full((16,), 3e38)}, {"item_weights": torch.full((16, 64), 3e38)}):
+        with pytest.raises(ValueError, match=r"weights must be .* with a finite sum, got an infinite sum"):
+            recall_loss(scores, relevance, lambda_val=1.0, **weights)
+    with pytest.raises(ValueError, match=r"gains must be .* with a finite sum"):
+        core.ndcg_loss(scores, torch.full((16, 64), 3e38), lambda_val=1.0)
+
+
+def test_infinite_targets_are_ranked():
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    infinite = core.spearman_loss(scores, torch.tensor([float("inf"), -float("inf"), 0.0]), lambda_val=1.0)
+    assert infinite.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_weights_of_items_that_would_learn_are_refused_and_those_of_rows_learn(problem):
+    scores, relevance = problem
+    learned = torch.ones(16, 64, dtype=torch.float64, requires_grad=True)
+    for call in (
+        lambda: recall_loss(scores, relevance, lambda_val=1.0, item_weights=learned),
+        lambda: core.ndcg_loss(scores, learned, lambda_val=1.0),
+        lambda: core.spearman_loss(scores, learned, lambda_val=1.0),
+    ):
+        with pytest.raises(ValueError, match="must not require a gradient, of which none would reach it"):
+            call()
+    weights = torch.ones(16, dtype=torch.float64, requires_grad=True)
+    each = recall_loss(scores, relevance, lambda_val=1.0, reduction="none")
+    recall_loss(scores, relevance, lambda_val=1.0, weights=weights, reduction="sum").backward()
+    torch.testing.assert_close(weights.grad, each)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_loss_of_ones_own_that_gives_nan_is_named(problem):
+    for item_loss in (
+        lambda rank, rank_plus, num: (rank - rank_plus) * torch.nan,
+        lambda rank, rank_plus, num: (rank - rank).sqrt() * 0 + rank,  # the value is a number, the slope is none
+    ):
+        y = problem[0].clone().requires_grad_()
+        with pytest.raises(ValueError, match="loss of an item and its slope, summed over the rows, must not be NaN"):
+            rank_loss(y, problem[1], item_loss, lambda_val=1.0)
+    with torch.no_grad():  # no slope is asked for
+        rank_loss(y, problem[1], item_loss, lambda_val=1.0)
+
+
+def test_nan_that_arrives_at_a_rank_is_nan_in_the_gradient_of_its_row():
+    y = torch.tensor([[0.3, 0.1, 0.2]] * 3, requires_grad=True)
+    mask = torch.tensor([[True, True, True], [True, True, True], [True, True, False]])
+    arrives = torch.tensor([[0.0, 1.0, 0.0], [0.0, float("nan"), 0.0], [0.0, 1.0, float("nan")]])
+    rank(y, 1.0, mask=mask).backward(arrives)
+    assert y.grad.isnan().all(1).tolist() == [False, True, False]
+    assert y.grad[[0, 2]].isfinite().all()
+
+
+def test_a_second_derivative_is_refused_clearly(problem):
+    for loss_fn in (lambda y: recall_loss(y, problem[1], lambda_val=5.0), lambda y: rank(y, 1.0)[problem[1]].sum()):
+        y, scale = problem[0].clone().requires_grad_(), torch.ones((), requires_grad=True)
+        (first,) = torch.autograd.grad(scale * loss_fn(y), y, create_graph=True)
+        (plain,) = torch.autograd.grad(loss_fn(y), y)
+        assert torch.equal(first, plain)
+        with pytest.raises(RuntimeError, match="rank losses have no second derivative"):
+            first.norm().backward()
+
+
+def test_a_call_that_raises_leaves_the_random_margin_and_the_statistics_as_they_were(problem):
+    def fails_at_the_second(rank, rank_plus, num_relevant):
+        calls.append(1)
+        if len(calls) == 4:  # the second margin of the second call
+            raise MemoryError
+        return 1 - 1 / rank
+
+    calls = []
+    loss_fn = RankLoss(
+        fails_at_the_second, lambda_val=1.0, margin=[0.5, 0.5], generator=torch.Generator().manual_seed(1)
+    )
+    one_row = [values[:1] for values in problem]
+    loss_fn(*one_row)
+    statistics, drawn = loss_fn.statistics, loss_fn.generator.get_state()
+    with pytest.raises(MemoryError):
+        loss_fn(*one_row)
+    assert loss_fn.statistics is statistics
+    assert torch.equal(loss_fn.generator.get_state(), drawn)
+    for bad in (problem[0] * torch.nan, problem[0][:, :3]):
+        with pytest.raises(ValueError, match=r"NaN|shape"):
+            loss_fn(bad, problem[1])
+    assert loss_fn.statistics is statistics
+    assert torch.equal(loss_fn.generator.get_state(), drawn)
+
+
+def test_a_generator_of_another_device_is_named():
+    scores, relevance = torch.zeros(2, 3, device="meta"), torch.zeros(2, 3, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="generator must be on the device of the scores, meta, got one on cpu"):
+        recall_loss(scores, relevance, lambda_val=1.0, margin=0.1, generator=torch.Generator())
+    for make in (functools.partial(recall_loss, SCORES, RELEVANCE), RecallLoss):
+        with pytest.raises(TypeError, match=r"generator must be a torch\.Generator, got int"):
+            make(lambda_val=1.0, margin=0.1, generator=3)
+
+
+def test_bad_input_of_the_loss_over_all_rows_is_named(problem):
+    scores, relevance = problem
+    for arguments, error, message in (
+        ((scores.tolist(), relevance), TypeError, "scores must be a torch.Tensor, got list"),
+        ((scores, relevance.tolist()), TypeError, "relevance must be a bool tensor, got list"),
+        ((scores, relevance, relevance[0]), ValueError, "mask must have shape"),
+        ((scores, relevance, relevance.float()), TypeError, "mask must be a bool tensor, got torch.float32"),
+    ):
+        for over_all in (AveragePrecisionLoss(lambda_val=1.0, over_all=True), over_all_rows):
+            with pytest.raises(error, match=message):
+                over_all(*arguments)
+    for value in ("False", 0):
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            AveragePrecisionLoss(lambda_val=1.0, over_all=value)
+        with pytest.raises(TypeError, match="over_all must be True or False"):
+            average_precision_loss(scores, relevance, lambda_val=1.0, over_all=value)
+
+
+def over_all_rows(scores, relevance, mask=None):
+    return average_precision_loss(scores, relevance, lambda_val=1.0, over_all=True, mask=mask)
+
+
+@pytest.mark.parametrize("option", ["normalize", "rank_plus_grad"])
+def test_switches_are_true_or_false(option, problem):
+    for value in ("False", 0, None, 1.0):
+        for make in (functools.partial(recall_loss, *problem), RecallLoss):
+            with pytest.raises(TypeError, match=f"{option} must be True or False"):
+                make(lambda_val=1.0, **{option: value})
+    loss_fn = RecallLoss(lambda_val=1.0, **{option: np.True_})
+    assert getattr(loss_fn, option) is True
+
+
+def test_without_the_private_functions_of_torch_the_losses_run(problem, monkeypatch):
+    expected = outcome(RecallLoss(lambda_val=2.0), *problem)
+    monkeypatch.delattr(torch, "_assert_async")
+    meta = torch.tensor(True, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):  # read then and there, where a tensor can be read
+        checks._expect(meta, "scores hold", "NaN", lambda: meta)
+    with monkeypatch.context() as removed:
+        removed.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+        assert torch.equal(outcome(RecallLoss(lambda_val=2.0), *problem), expected)
+        for transform, y in ((torch.func.grad, problem[0][0]), (torch.func.vmap, problem[0])):
+            with pytest.raises(RuntimeError, match=r"functorch|vmap"):  # torch's own
+                transform(lambda y: recall_loss(y, problem[1][0], lambda_val=1.0))(y)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("masked", [False, True])
+def test_layouts_of_the_tensors_do_not_matter(problem, masked):
+    mask, item_weights = torch.rand(16, 64) < 0.9, torch.rand(16, 64, dtype=torch.float64)
+    whole = (*problem, mask, item_weights)
+
+    def gradient(layout, tensors):
+        leaf = tensors[0].clone().requires_grad_()
+        y, relevance, mask, item_weights = map(layout, (leaf, *tensors[1:]))
+        options = {"mask": mask, "item_weights": item_weights} if masked else {}
+        average_precision_loss(y, relevance, lambda_val=5.0, margin=0.1, **options).backward()
+        return leaf.grad
+
+    expected = gradient(lambda values: values, whole)
+    assert expected.any()
+    assert torch.equal(gradient(lambda values: values.T, [values.T.contiguous() for values in whole]).T, expected)
+    wide = [values.repeat_interleave(2, 1) for values in whole]
+    assert torch.equal(gradient(lambda values: values[:, ::2], wide)[:, ::2], expected)
+    one_row = [values[:1] for values in whole]
+    repeated = gradient(lambda values: values.repeat(3, 1), one_row)
+    assert repeated.any()
+    assert torch.equal(gradient(lambda values: values.expand(3, -1), one_row), repeated)
+
+
+@every_module
+def test_without_a_gradient_the_value_is_the_same(name):
+    scores, values = problem_of(name)
+    loss_fn = MODULES[name](lambda_val=5.0)
+    expected = loss_fn(scores.clone().requires_grad_(), values).item()
+    with torch.no_grad():
+        assert loss_fn(scores.clone().requires_grad_(), values).item() == expected
+    with torch.inference_mode():
+        assert loss_fn(scores.clone(), values.clone()).item() == expected
+        made_here = scores.clone()
+    assert loss_fn(made_here, values).item() == expected
+
+
+@every_module
+@pytest.mark.parametrize("margin", [0.0, (0.0, 0.05)])
+def test_a_lambda_that_moves_nothing_is_visible_in_the_statistics(name, margin):
+    scores, values = problem_of(name)
+    loss_fn = MODULES[name](lambda_val=1e-9, margin=margin)
+    grad = outcome(loss_fn, scores, values)[1:]
+    assert not grad.any()
+    assert loss_fn.statistics.num_relevant.sum() > 0
+    assert torch.equal(loss_fn.statistics.zero_gradient.long(), loss_fn.statistics.num_relevant.long())
+    loss_fn.lambda_val = 50.0
+    assert outcome(loss_fn, scores, values)[1:].any()
+    assert loss_fn.statistics.zero_gradient.sum() < loss_fn.statistics.num_relevant.sum()
+
+
+@every_module
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_in_a_checkpointed_part_has_its_gradient(name, reentrant):
+    scores, values = problem_of(name)
+    loss_fn = MODULES[name](lambda_val=50.0, margin=0.1)
+    y = scores.clone().requires_grad_()
+    loss = torch.utils.checkpoint.checkpoint(loss_fn, 2 * y, values, use_reentrant=reentrant)
+    loss.backward()
+    plain = scores.clone().requires_grad_()
+    loss_fn(2 * plain, values).backward()
+    assert plain.grad.any()
+    assert torch.equal(y.grad, plain.grad)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_item_weights_in_segments_equal_loops():
+    moved = 0
+    for seed in range(10):
+        scores, relevance, mask, segments = segmented(seed)
+        weights = torch.rand(len(scores), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        y = scores.clone().requires_grad_()
+        options = {"lambda_val": 9.0, "margin": 0.25, "lambda_per": "row", "reduction": "sum"}
+        average_precision_loss(y, relevance, mask=mask, segments=segments, item_weights=weights, **options).backward()
+        for q in range(int(segments.max()) + 1):
+            row = [i for i in (segments == q).nonzero()[:, 0].tolist() if mask is None or mask[i]]
+            relevant = [relevance[i].item() for i in row]
+            shifted = [scores[i].item() + (-0.125 if rel else 0.125) for i, rel in zip(row, relevant, strict=True)]
+            ranks = oracles.ranks_in_loss(shifted, relevant)
+            plus = oracles.ranks_by_index([s if rel else None for s, rel in zip(shifted, relevant, strict=True)])
+            total = sum(weights[i].item() for i, rel in zip(row, relevant, strict=True) if rel)
+            then = [
+                s + 9.0 * len(row) * weights[i].item() / total * p / r**2 if rel else s
+                for i, s, rel, r, p in zip(row, shifted, relevant, ranks, plus, strict=True)
+            ]
+            for i, before, after in zip(row, ranks, oracles.ranks_in_loss(then, relevant), strict=True):
+                assert y.grad[i].item() == pytest.approx((after - before) / (9.0 * len(row)), abs=1e-9)
+        moved += int(y.grad.count_nonzero())
+    assert moved > 50

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rambo_plugins.evaluation import ExactKNN, RecallCalculator, RecallResult, recall_at_k
 from rambo_plugins.evaluation import counting as counting_module
+from rambo_plugins.evaluation import lists as lists_module
 from rambo_plugins.evaluation import plan as plan_module
 from rambo_plugins.evaluation import recall as recall_module
 from rambo_plugins.evaluation import scores as scores_module
@@ -87,14 +88,14 @@ def check(result, expected, map_at_r=True):
 def searches(monkeypatch):
     """The shortest first lists; notes (queries, k) of every search."""
     calls = []
-    nearest = recall_module.nearest
+    nearest = lists_module.nearest
     monkeypatch.setattr(recall_module, "SPARE", 0)
 
     def noted(query, own, blocks, k, *rest, **options):
         calls.append((len(query), k))
         return nearest(query, own, blocks, k, *rest, **options)
 
-    monkeypatch.setattr(recall_module, "nearest", noted)
+    monkeypatch.setattr(lists_module, "nearest", noted)
     return calls
 
 
@@ -137,7 +138,7 @@ def small_blocks(patch, rng):
     patch.setattr(counting_module, "_CLASS_PRODUCT", int(rng.integers(1, 12)))
     patch.setattr(counting_module, "_WIDE", int(rng.integers(1, 12)))
     patch.setattr(counting_module, "_DENSE", int(rng.choice([2, 10**9])))  # products in float64 at times, or always
-    patch.setattr(recall_module, "WIDE_BLOCK", int(rng.integers(1, 6)))
+    patch.setattr(lists_module, "WIDE_BLOCK", int(rng.integers(1, 6)))
 
 
 @pytest.mark.parametrize("short", [True, False], ids=["small blocks", "default"])
@@ -269,16 +270,16 @@ def test_the_fast_search_may_round_as_it_likes(seed, metric, monkeypatch):
     rng = np.random.default_rng(seed)
     rows, labels = rng.integers(-2, 3, (40, 4)), rng.integers(0, 8, 40)
     largest = np.linalg.norm(rows, axis=1).max()
-    nearest = recall_module.nearest
+    nearest = lists_module.nearest
 
-    def rounded(query, *rest, wide):
-        scores, found, longest = nearest(query, *rest, wide=wide)
+    def rounded(query, *rest):
+        scores, found, longest = nearest(query, *rest)
         size = np.linalg.norm(query, axis=1, keepdims=True) * largest * np.finfo(scores.dtype).eps
         scores = scores + (size * rng.uniform(-3, 3, scores.shape)).astype(scores.dtype)
         order = np.argsort(-scores, axis=1)
         return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
 
-    monkeypatch.setattr(recall_module, "nearest", rounded)
+    monkeypatch.setattr(lists_module, "nearest", rounded)
     expected = oracle(rows, labels, rows, labels, (1, 2, 5), metric=metric, same=lambda q, g: q == g)
     for spare in (8, 0):
         monkeypatch.setattr(recall_module, "SPARE", spare)
@@ -309,21 +310,21 @@ def test_the_product_of_counting_may_round_as_it_likes(seed, metric, monkeypatch
     check(recall_at_k(rows, labels, ks=(1, 2, 5), metric=metric), expected, map_at_r=False)
 
 
-@pytest.mark.parametrize("best_irrelevant", [2.0**-26, 0.0])
+@pytest.mark.parametrize("best_irrelevant", [2.0**-30, 0.0])
 def test_what_rounding_kept_out_of_a_list_counts_and_what_it_let_in_does_not(best_irrelevant, monkeypatch):
-    """Scores 1 + c 2^-20, as good as 1; the list has the relevant item and one that is worse, a third is left out."""
+    """Scores 1 + c 2^-20, in float64 as good as 1; the list has the relevant item and a worse one, not the third."""
     query = np.array([[1, 2.0**-20]], dtype=np.float32)
-    gallery = np.array([[1, 2.0**-27], [1, 2.0**-28], [1, best_irrelevant]], dtype=np.float32)
+    gallery = np.array([[1, 2.0**-31], [1, 2.0**-32], [1, best_irrelevant]], dtype=np.float32)
     labels = np.array([7, 8, 8])
-    nearest, searches = recall_module.nearest, []
+    nearest, searches = lists_module.nearest, []
 
-    def by_row(query, own, blocks, k, *rest, wide):
+    def by_row(query, own, blocks, k, *rest):
         searches.append(k)
-        scores, found, longest = nearest(query, own, blocks, len(gallery), *rest, wide=wide)
+        scores, found, longest = nearest(query, own, blocks, len(gallery), *rest)
         order = np.argsort(found, axis=1)[:, :k]
         return np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1), longest
 
-    monkeypatch.setattr(recall_module, "nearest", by_row)
+    monkeypatch.setattr(lists_module, "nearest", by_row)
     monkeypatch.setattr(recall_module, "SPARE", 1)
     result = recall_at_k(query, labels[:1], gallery, labels, ks=(1,), method="search")
     assert searches == [2, 2, 3]
@@ -341,16 +342,15 @@ def test_a_nearly_collapsed_model_is_decided_in_float64(noise, classes, metric, 
     rows = (np.ones(32) + noise * rng.standard_normal((300, 32))).astype(np.float32)
     rows[rng.integers(0, 300, 40)] = rows[rng.integers(0, 300, 40)]
     labels = rng.integers(0, classes, 300)
-    pairs, exact_scores = [], scores_module.exact_scores
-    monkeypatch.setattr(
-        scores_module, "exact_scores", lambda q, *more: [pairs.append(len(q)), exact_scores(q, *more)][1]
-    )
+    pairs, scores = [], scores_module._wide_scores
+    monkeypatch.setattr(scores_module, "_wide_scores", lambda q, *more: [pairs.append(len(q)), scores(q, *more)][1])
     expected = oracle(rows, labels, rows, labels, (1, 5), metric=metric, same=lambda q, g: q == g)
     assert expected["num_tied"] > 0
-    for class_product in (1, 10**6):
-        monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", class_product)
-        check(recall_at_k(rows, labels, ks=(1, 5), metric=metric), expected, map_at_r=False)
+    monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 1)
+    check(recall_at_k(rows, labels, ks=(1, 5), metric=metric), expected, map_at_r=False)
     assert sum(pairs) < 300 * 299 / 4  # and not every pair by itself
+    monkeypatch.setattr(counting_module, "_CLASS_PRODUCT", 10**6)
+    check(recall_at_k(rows, labels, ks=(1, 5), metric=metric), expected, map_at_r=False)
     check(recall_at_k(rows, labels, ks=(1, 5), metric=metric, map_at_r=True), expected)
 
 
@@ -761,6 +761,8 @@ def test_several_devices_share_the_gallery():
     assert lists.backend == "lists, cpu, cpu, cpu"
     with pytest.raises(ValueError, match="device: expected 'cpu', 'cuda'"):
         recall_at_k(rows, labels, device="abacus")
+    with pytest.raises(ValueError, match="device: meta cannot be used here"):
+        recall_at_k(rows, labels, device="meta")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -793,6 +795,68 @@ def test_a_device_out_of_memory_halves_the_queries_at_a_time_and_says_so(method,
         found = recall_at_k(rows, labels, ks=(3000,), method=method, max_memory="1G")
     assert "cpu is out of memory: going on with 64 queries at a time" in caplog.text
     assert found.first_rank[::7].tolist() == brute_force(rows, labels, range(0, 3000, 7))
+
+
+class Table:
+    """As much of a data frame as an array is made of."""
+
+    columns = ("f0", "f1", "label")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.eye(4, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (Table(), "got a table with the columns f0, f1, label; pass those of the vector"),
+        (np.ma.masked_less(np.eye(4, 3), 0.5), "expected an array without a mask"),
+        (torch.eye(4, dtype=torch.complex64), "a dense tensor of real numbers, got torch.complex64"),
+        (torch.eye(4, dtype=torch.bool), "got torch.bool"),
+        (torch.eye(4).to_sparse(), "got torch.float32, torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "got torch.qint8"),
+    ],
+    ids=["table", "mask", "complex", "bool", "sparse", "quantized"],
+)
+def test_embeddings_that_would_be_read_otherwise_than_they_are_meant_are_refused(rows, message):
+    with pytest.raises(TypeError, match=message):
+        recall_at_k(rows, [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("digits", [8, 11])
+@pytest.mark.parametrize("method", ["count", "search"])
+def test_products_of_fewer_digits_are_refused(method, digits, monkeypatch):
+    """TF32 and bfloat16, which an environment variable can force on a process."""
+    rows, labels = random_case(600)
+    mm = torch.mm
+
+    def short(a, b, **options):
+        fraction, exponent = torch.frexp(a)
+        return mm(torch.ldexp((fraction * 2**digits).round() / 2**digits, exponent), b, **options)
+
+    monkeypatch.setattr(torch, "mm", short)
+    with pytest.raises(RuntimeError, match="cpu: expected products of float32 numbers, got ones of fewer digits"):
+        recall_at_k(rows, labels, method=method)
+
+
+def test_a_failure_in_the_exact_stage_that_is_repeated_counts_nothing_twice(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, 8)).astype(np.float32)[rng.integers(0, 40, 600)]
+    labels = rng.integers(0, 50, 600)
+    expected = oracle(rows, labels, rows, labels, (1, 600), same=lambda q, g: q == g)
+    count, calls = counting_module._Counter._count_close, []
+
+    def fails(self, *rest):
+        calls.append(1)
+        if len(calls) in (5, 40, 90):
+            raise torch.cuda.OutOfMemoryError("no room")
+        return count(self, *rest)
+
+    monkeypatch.setattr(counting_module._Counter, "_count_close", fails)
+    for devices in ("cpu", ["cpu", "cpu"]):
+        calls.clear()
+        check(recall_at_k(rows, labels, ks=(1, 600), device=devices), expected, map_at_r=False)
+        assert len(calls) > 600
 
 
 @pytest.mark.parametrize("method", ["count", "search"])

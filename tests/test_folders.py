@@ -1,5 +1,6 @@
 """A folder of ours: nothing that is not on its list is overwritten, deleted or taken over."""
 
+import errno
 import json
 
 import pytest
@@ -101,6 +102,21 @@ def test_a_name_is_listed_before_its_file_is_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LIST]
+
+
+def test_a_list_that_was_interrupted_is_no_other_thing(tmp_path):
+    (tmp_path / f".unfinished-{LIST}").write_text("{")
+    assert OwnFolder(tmp_path, "a run").names == set()
+    assert [path.name for path in tmp_path.iterdir()] == [LIST]
+
+
+def test_a_full_disk_says_which_file(tmp_path):
+    def fails():
+        with whole(tmp_path / "a.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '\S+/a.json'"):
+        fails()
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", LIST])

@@ -1,6 +1,8 @@
 """The losses inside pytorch-metric-learning: what is ranked, what the host's parts do with them, memory, resume."""
 
+import copy
 import os
+import pickle
 
 import numpy as np
 import oracles
@@ -9,8 +11,10 @@ import torch
 import torch.multiprocessing
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers, trainers
 from pytorch_metric_learning.utils import common_functions as c_f
+from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 
+from rambo_plugins import core, pml
 from rambo_plugins.pml import (
     PAPER_PRESETS,
     RamboAPLoss,
@@ -86,6 +90,82 @@ def test_references_are_ranked_whole(loss_class):
     relevance = labels[:, None] == ref_labels[None]
     arguments = (labels, None, references, ref_labels)
     check(loss_class(5.0, 0.1), embeddings, arguments, lambda e: cosine(e, references), relevance, relevance | True)
+
+
+def all_pairs(labels, ref_labels):
+    same = labels[:, None] == ref_labels[None]
+    return (*torch.where(same), *torch.where(~same))
+
+
+@both
+@pytest.mark.parametrize("labels_of", ["one tensor", "a clone"])
+def test_a_second_view_is_ranked_whole_whichever_tensor_its_labels_are(loss_class, labels_of):
+    first, second = batch(0)[0], batch(1)[0]
+    labels = torch.arange(24)
+    ref_labels = labels if labels_of == "one tensor" else labels.clone()
+    relevance = torch.eye(24, dtype=torch.bool)
+    loss_fn = loss_class(50.0, 0.1)
+    check(loss_fn, first, (labels, None, second, ref_labels), lambda e: cosine(e, second), relevance, relevance | True)
+    # Both views from one pass of a network: one tensor holds the rows of both.
+    for views in (torch.cat([first, second]).chunk(2), torch.stack([first, second], 1).unbind(1)):
+        expected = loss_class(50.0, 0.1)(first, labels, ref_emb=second, ref_labels=labels.clone())
+        assert loss_fn(views[0], labels, ref_emb=views[1], ref_labels=ref_labels) == expected
+    arguments = (labels, all_pairs(labels, labels), second, ref_labels)
+    check(loss_fn, first, arguments, lambda e: cosine(e, second), relevance, relevance | True)
+
+
+VIEWS = {  # the references, by the batch; and where its embeddings are among them
+    "the same": (lambda e: e, range(24)),
+    "a slice of all": (lambda e: e[:], range(24)),
+    "a view": (lambda e: e.view(e.shape), range(24)),
+    "detached": (lambda e: e.detach(), range(24)),
+    "a part": (lambda e: e[4:20], [None] * 4 + list(range(16)) + [None] * 4),
+    "every other": (lambda e: e[::2], [i // 2 if i % 2 == 0 else None for i in range(24)]),
+    "a clone": (lambda e: e.clone(), [None] * 24),
+}
+
+
+@both
+@pytest.mark.parametrize("labels_of", ["one tensor", "a clone", "a miner's pairs"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_query_leaves_itself_out_by_its_place_in_memory(loss_class, view, labels_of):
+    embeddings, labels = batch(0)
+    view_of, places = VIEWS[view]
+    ref_labels = labels if labels_of == "one tensor" and len(view_of(labels)) == 24 else view_of(labels).clone()
+    relevance = labels[:, None] == ref_labels[None]
+    mask = torch.ones_like(relevance)
+    for i, place in enumerate(places):
+        if place is not None:
+            mask[i, place] = False
+    value, _ = expected(
+        cosine(embeddings, view_of(embeddings)), relevance, mask, loss_class, lambda_val=5.0, margin=0.1
+    )
+    tuples = all_pairs(labels, ref_labels) if labels_of == "a miner's pairs" else None  # each with itself among them
+    leaf = embeddings.clone().requires_grad_()
+    loss = loss_class(5.0, 0.1)(leaf, labels, tuples, ref_emb=view_of(leaf), ref_labels=ref_labels)
+    assert loss.item() == pytest.approx(value)
+
+
+def test_queries_that_are_a_part_of_the_references_leave_themselves_out():
+    embeddings, labels = batch(0)
+    relevance, mask = labels[8:16, None] == labels[None], torch.ones(8, 24, dtype=torch.bool)
+    for i in range(8):
+        mask[i, 8 + i] = False
+    value, _ = expected(cosine(embeddings[8:16], embeddings), relevance, mask, RamboAPLoss, lambda_val=5.0, margin=0.1)
+    loss = RamboAPLoss(5.0, 0.1)(embeddings[8:16], labels[8:16], ref_emb=embeddings, ref_labels=labels)
+    assert loss.item() == pytest.approx(value)
+
+
+def test_the_hosts_miners_and_its_efficient_wrapper_drop_second_views_before_a_loss_sees_them():
+    """What README.md warns of; should the host mend it, the warning can go."""
+    (first, _), (second, _), labels = batch(0), batch(1), torch.arange(24)
+    miner = miners.BatchEasyHardMiner(pos_strategy="all", neg_strategy="all")
+    assert len(miner(first, labels, second, labels)[0]) == 0
+    pairs = miner(first, labels, second, labels.clone())
+    assert len(pairs[0]) == 24
+    assert RamboAPLoss()(first, labels, pairs, second, labels).item() > 0
+    wrapped = lmu.remove_self_comparisons(lmu.get_all_pairs_indices(labels, labels.clone()), torch.arange(24), 48)
+    assert len(wrapped[0]) == 0
 
 
 @both
@@ -233,6 +313,57 @@ class TestMemory:
         with pytest.raises(RuntimeError, match=r"Unexpected key.*memory"):
             loss_class().load_state_dict(first.state_dict())
 
+    @pytest.mark.parametrize("miner", [miners.MultiSimilarityMiner(), miners.TripletMarginMiner(margin=0.3)])
+    def test_all_of_it_is_ranked_with_a_miner_that_has_not_seen_it(self, loss_class, miner):
+        loss_fn, (past, past_labels), (embeddings, labels) = loss_class(5.0, 0.1, memory=2), batch(0), batch(1)
+        loss_fn(past.clone().requires_grad_(), past_labels)
+        tuples = miner(embeddings, labels)
+        relevance, mask = torch.zeros(24, 48, dtype=torch.bool), torch.zeros(24, 48, dtype=torch.bool)
+        mask[:, 24:] = True
+        relevance[:, 24:] = labels[:, None] == past_labels[None]
+        a1, p, a2, n = tuples if len(tuples) == 4 else (tuples[0], tuples[1], tuples[0], tuples[2])
+        for i, j in zip(a1.tolist(), p.tolist(), strict=True):
+            relevance[i, j] = mask[i, j] = True
+        for i, j in zip(a2.tolist(), n.tolist(), strict=True):
+            mask[i, j] = True
+        assert not mask[:, :24].all()
+        check(loss_fn, embeddings, (labels, tuples), lambda e: cosine(e, torch.cat([e, past])), relevance, mask)
+
+    def test_a_pass_that_raises_leaves_it_as_it_was(self, loss_class):
+        class Fails(reducers.MeanReducer):
+            def element_reduction(self, losses, *arguments):
+                if self.failing:
+                    raise MemoryError
+                return super().element_reduction(losses, *arguments)
+
+        loss_fn, untouched = loss_class(memory=2, reducer=Fails()), loss_class(memory=2)
+        loss_fn.reducer.failing = False
+        for loss in (loss_fn, untouched):
+            loss(batch(0)[0].requires_grad_(), batch(0)[1])
+        embeddings, labels = batch(1)
+        embeddings[3] = torch.nan
+        with pytest.raises(ValueError, match="NaN"):
+            loss_fn(embeddings.requires_grad_(), labels)
+        loss_fn.reducer.failing = True
+        with pytest.raises(MemoryError):
+            loss_fn(batch(1)[0].requires_grad_(), labels)
+        loss_fn.reducer.failing = False
+        state = loss_fn.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in untouched.state_dict().items())
+        assert loss_fn(batch(2)[0].requires_grad_(), labels) == untouched(batch(2)[0].requires_grad_(), labels)
+
+    def test_a_copy_goes_on_with_its_own(self, loss_class):
+        first = loss_class(5.0, 0.1, memory=2)
+        for seed in range(2):
+            first(batch(seed)[0].requires_grad_(), batch(seed)[1])
+        copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first)), loss_class(5.0, 0.1, memory=2)]
+        copies[2].load_state_dict(first.state_dict(), strict=True)
+        for seed in range(2, 5):
+            embeddings, labels = batch(seed)
+            expected = first(embeddings.clone().requires_grad_(), labels)
+            for other in copies:
+                assert torch.equal(other(embeddings.clone().requires_grad_(), labels), expected)
+
     def test_misuse_is_named(self, loss_class):
         embeddings, labels = batch(0)
         tuples = miners.MultiSimilarityMiner()(embeddings, labels)
@@ -256,8 +387,27 @@ def test_statistics_are_collected_when_asked_for(loss_class):
         loss_fn(embeddings, labels)
         assert (loss_fn.mean_r, loss_fn.share_perfect) == (1.0, 0.25)
         assert loss_fn.share_zero_gradient == share_zero_gradient
-    assert {"mean_r", "share_perfect", "share_zero_gradient"} <= set(loss_fn._record_these_stats)
-    assert not hasattr(loss_class(), "mean_r")
+    stats = {"share_with_positive", "mean_r", "share_perfect", "share_zero_gradient"}
+    assert stats <= set(loss_fn._record_these_stats)
+    assert not stats & set(vars(loss_class()))
+    # Two of four queries have a positive; none has.
+    for labels, share in ((torch.tensor([0, 0, 1, 2]), 0.5), (torch.arange(4), 0.0)):
+        loss = loss_fn(embeddings, labels)
+        assert loss_fn.share_with_positive == share
+        assert loss.requires_grad
+
+
+@both
+@pytest.mark.parametrize("margin", [0.1, (0.0, 0.1)])
+@pytest.mark.parametrize("memory", [0, 2])
+def test_a_lambda_that_moves_nothing_is_visible_in_the_statistics(loss_class, margin, memory):
+    for lambda_val, moves in ((1e-9, False), (50.0, True)):
+        loss_fn = loss_class(lambda_val, margin, memory=memory, collect_stats=True)
+        for seed in range(3):
+            embeddings, labels = batch(seed)
+            loss_fn(embeddings.requires_grad_(), labels).backward()
+            assert embeddings.grad.any() == moves
+            assert (loss_fn.share_zero_gradient == 1) == (not moves)
 
 
 def test_presets_hold_the_papers_numbers():
@@ -283,8 +433,75 @@ def test_bad_arguments_are_named(loss_class):
         loss_class()(batch(0)[0])
     with pytest.raises(ValueError, match="ref_emb needs ref_labels"):
         loss_class()(*batch(0), None, batch(0)[0])
+    with pytest.raises(ValueError, match="ref_labels need the ref_emb"):
+        loss_class()(*batch(0), None, None, batch(0)[1])
     with pytest.raises(ValueError, match="distributed_grad is for DistributedLossWrapper"):
         loss_class(distributed_grad=True)(*batch(0))
+    for option in ("normalize", "rank_plus_grad", "distributed_grad"):
+        with pytest.raises(TypeError, match=f"{option} must be True or False, got 'no'"):
+            loss_class(**{option: "no"})
+    for option in ("memory", "memory_warmup"):
+        for value in (True, 1.0, "1", -1, np.float32(1), torch.tensor(1.0)):
+            with pytest.raises(ValueError, match=f"{option} must be an integer >= 0"):
+                loss_class(**{option: value})
+
+
+@both
+def test_numbers_of_numpy_and_torch_are_numbers(loss_class):
+    embeddings, labels = batch(0)
+    margins = np.linspace(0, 0.2, 3)
+    plain = loss_class(4.0, margins.tolist(), memory=2, memory_warmup=0)
+    other = loss_class(np.float32(4), margins, memory=np.int64(2), memory_warmup=torch.tensor(0))
+    assert other.margin == plain.margin == tuple(margins.tolist())
+    for loss_fn in (loss_class(np.float32(4), torch.tensor(0.25)), loss_class(torch.tensor(4), np.float16(0.25))):
+        assert {name: type(getattr(loss_fn, name)) for name in loss_fn._record_these} == {
+            "lambda_val": float,
+            "margin": float,
+        }
+        assert loss_fn(embeddings, labels) == loss_class(4.0, 0.25)(embeddings, labels)
+    for seed in range(4):
+        losses = [loss_fn(batch(seed)[0].requires_grad_(), batch(seed)[1]) for loss_fn in (plain, other)]
+        assert losses[0] == losses[1]
+        assert len(plain.memory) == len(other.memory)
+
+
+@both
+def test_labels_are_integers(loss_class):
+    """As float32, 16,777,216 and 16,777,217 are one number."""
+    embeddings, labels = batch(0)
+    large = torch.where(labels == 0, 2**24, 2**24 + 1)
+    queue = RamboCrossBatchMemory(loss_class(), 5, memory_size=64).double()
+    for loss_fn in (loss_class(), queue):
+        assert loss_fn(embeddings, large) == loss_fn(embeddings, large.int()) or loss_fn is queue
+        for bad in (large.float(), torch.full((24,), torch.nan), labels.bfloat16(), labels.numpy(), labels.tolist()):
+            with pytest.raises(TypeError, match="labels must be a tensor of integers, got"):
+                loss_fn(embeddings, bad)
+    assert loss_class()(embeddings, labels) == loss_class()(embeddings, labels.to(torch.uint8))
+    with pytest.raises(TypeError, match=r"ref_labels must be a tensor of integers, got torch\.float32"):
+        loss_class()(embeddings, labels, None, embeddings, labels.float())
+
+
+@both
+def test_the_queue_of_a_cross_batch_memory_is_as_it_was_after_a_pass_that_raised(loss_class):
+    def made():
+        return RamboCrossBatchMemory(loss_class(), 5, memory_size=40).double()
+
+    wrapper, untouched = made(), made()
+    bad, labels = batch(9)
+    bad[5] = torch.nan
+    for step in range(4):  # before it is full, at its end, and when it is full
+        with pytest.raises(ValueError, match="NaN"):
+            wrapper(bad, labels)
+        assert (wrapper.queue_idx, wrapper.has_been_filled) == (untouched.queue_idx, untouched.has_been_filled)
+        assert torch.equal(wrapper.embedding_memory, untouched.embedding_memory)
+        assert torch.equal(wrapper.label_memory, untouched.label_memory)
+        assert wrapper(*batch(step)) == untouched(*batch(step))
+    with pytest.raises(ValueError, match=r"give RamboCrossBatchMemory the miner itself, miner=\.\.\., got a tuple"):
+        wrapper(*batch(5), miners.MultiSimilarityMiner()(*batch(5)))
+    small = batch(5)[1] + 300
+    wrapper(batch(5)[0], small)
+    wrapper(batch(6)[0], batch(6)[1].to(torch.uint8))  # the labels in the queue stay what they are
+    assert wrapper.label_memory.max() >= 300
 
 
 @both
@@ -385,11 +602,15 @@ def distributed_problem():
     return model, inputs, labels
 
 
+def second_views():
+    return torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 CASES = {
     (loss_class.__name__, *mode): (loss_class, *mode)
     for loss_class in LOSSES
-    for mode in [("full", "batch"), ("efficient", "row"), ("efficient and connected", "batch"),
-                 ("efficient and connected", "row")]
+    for mode in [("full", "batch"), ("full, two views", "batch"), ("efficient", "row"),
+                 ("efficient and connected", "batch"), ("efficient and connected", "row")]
 }  # fmt: skip
 
 
@@ -402,7 +623,9 @@ def distributed_worker(rank, folder):
         own = slice(rank * 16, (rank + 1) * 16)
         loss_fn = loss_class(5.0, 0.1, lambda_per=lambda_per, distributed_grad="connected" in mode)
         wrapper = DistributedLossWrapper(loss_fn, efficient="efficient" in mode)
-        wrapper(parallel(inputs[own]), labels[own]).backward()
+        own_labels = labels[own]
+        views = {"ref_emb": second_views()[own], "ref_labels": own_labels} if "two views" in mode else {}
+        wrapper(parallel(inputs[own]), own_labels, **views).backward()
         grads[name] = model.weight.grad
     torch.save(grads, f"{folder}/grads{rank}.pt")
     torch.distributed.barrier()
@@ -433,6 +656,15 @@ class TestTwoProcesses:
     def test_full_mode_has_its_gradient(self, loss_class, distributed_grads):
         grad = distributed_grads[loss_class.__name__, "full", "batch"]
         torch.testing.assert_close(grad, whole_batch_grad(loss_class(5.0, 0.1)))
+
+    def test_full_mode_has_it_for_two_views_with_one_tensor_of_labels(self, loss_class, distributed_grads):
+        grad = distributed_grads[loss_class.__name__, "full, two views", "batch"]
+        labels = distributed_problem()[2]
+
+        def of_two_views(embeddings, _):
+            return loss_class(5.0, 0.1)(embeddings, labels, ref_emb=second_views(), ref_labels=labels)
+
+        torch.testing.assert_close(grad, whole_batch_grad(of_two_views))
 
     @pytest.mark.parametrize("lambda_per", ["batch", "row"])
     def test_efficient_mode_has_it_times_the_processes(self, loss_class, lambda_per, distributed_grads):
@@ -474,3 +706,49 @@ def test_several_margins_are_the_mean_over_them(loss_class):
     assert not torch.allclose(outcome(0.0), outcome(0.6))
     assert "margin" in loss_class(margin=0.1)._record_these
     assert "margin" not in loss_class(margin=(0.1, 0.2))._record_these  # a record keeper takes numbers
+
+
+MADE = {
+    "RamboAPLoss": lambda: RamboAPLoss(5.0, 0.1, memory=2),
+    "RamboRecallLoss": lambda: RamboRecallLoss(5.0, np.linspace(0, 0.2, 3), weighting=[1.0, 0.5, 0.25], memory=2),
+    "RamboCrossBatchMemory": lambda: RamboCrossBatchMemory(
+        RamboRecallLoss(5.0), 5, memory_size=64, miner=miners.MultiSimilarityMiner()
+    ).double(),
+    "RamboSelfSupervisedLoss": lambda: RamboSelfSupervisedLoss(RamboRecallLoss(5.0, weighting="loglog")),
+    "RecallLoss": lambda: core.RecallLoss(lambda_val=5.0, margin=0.1, generator=torch.Generator().manual_seed(1)),
+    "ScoreMemory": lambda: core.ScoreMemory(2),
+}
+
+
+def a_step(name, module, seed):
+    embeddings, labels = batch(seed)
+    if name == "RamboSelfSupervisedLoss":
+        return module(embeddings, batch(seed + 100)[0])
+    if name == "RecallLoss":
+        return module(embeddings, embeddings > 0.5)
+    if name == "ScoreMemory":
+        return module.extend(embeddings.requires_grad_(), labels)[0].detach().sum()
+    return module(embeddings.requires_grad_(), labels).detach()
+
+
+def process_worker(rank, modules, folder):
+    torch.save({name: a_step(name, module, 2) for name, module in modules.items()}, f"{folder}/losses.pt")
+
+
+def test_every_loss_goes_through_pickle_copies_and_another_process_with_what_it_holds(tmp_path):
+    public = {name for name in pml.__all__ if isinstance(getattr(pml, name), type)}
+    assert {name for name in public if issubclass(getattr(pml, name), torch.nn.Module)} <= set(MADE)
+    modules = {name: make() for name, make in MADE.items()}
+    for name, module in modules.items():
+        for seed in range(2):
+            a_step(name, module, seed)
+    copies = [copy.deepcopy(modules), pickle.loads(pickle.dumps(modules))]
+    torch.save(modules, tmp_path / "modules.pt")
+    copies.append(torch.load(tmp_path / "modules.pt", weights_only=False))
+    torch.multiprocessing.spawn(process_worker, (modules, str(tmp_path)), nprocs=1)
+    elsewhere = torch.load(tmp_path / "losses.pt")
+    for name, module in modules.items():
+        loss = a_step(name, module, 2)
+        assert loss != 0
+        assert torch.equal(elsewhere[name], loss), name
+        assert all(torch.equal(a_step(name, other[name], 2), loss) for other in copies), name

@@ -164,3 +164,30 @@ def test_bad_cutoffs_are_named(k, temperature):
 def test_bad_ks_are_named(ks):
     with pytest.raises(ValueError, match="ks must"):
         rank_metrics.RecallAtKLoss(ks=ks, lambda_val=1.0)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_item_weights_weigh_the_recall_and_are_refused_where_no_mean_over_the_relevant_items_is(metric):
+    scores, relevance = problem(4)
+    relevance[:, :2] = True
+    weights = torch.rand(3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    function, module = function_and_module(metric, lambda_val=8.0, margin=0.125)
+    if metric != "recall":
+        reason = {"reciprocal rank": "the best relevant item alone", "precision": "the first k places"}[metric]
+        for call in (function, module):
+            with pytest.raises(ValueError, match=f"item_weights has no meaning in this loss, where {reason}"):
+                call(scores, relevance, item_weights=weights)
+        return
+    expected = 0.0
+    for row, relevant, weight in zip(scores.tolist(), relevance.tolist(), weights.tolist(), strict=True):
+        shifted = [s + (-0.0625 if rel else 0.0625) for s, rel in zip(row, relevant, strict=True)]
+        above = [sum(t >= s for t, rel in zip(shifted, relevant, strict=True) if not rel) for s in shifted]
+        total = sum(w for w, rel in zip(weight, relevant, strict=True) if rel)
+        recall = 0.0
+        for r, w, rel in zip(above, weight, relevant, strict=True):
+            if rel:
+                recall += w / total * sum(soft(r + 1, k, 1.0)[0] for k in (1, 4)) / 2
+        expected += (1 - recall) / 3
+    for call in (function, module):
+        assert call(scores, relevance, item_weights=weights).item() == pytest.approx(expected)
+        assert call(scores, relevance).item() != pytest.approx(expected, abs=1e-3)

@@ -322,7 +322,7 @@ def test_too_little_memory_is_told_with_what_is_needed():
 def test_the_device_is_that_of_the_products(monkeypatch):
     seen = []
     monkeypatch.setattr(distributed, "count_above", lambda *a: seen.append(a[4]) or np.zeros((2, len(a[0])), np.int64))
-    monkeypatch.setattr(distributed, "best_relevant", lambda *a: seen.append(a[3]) or np.zeros(len(a[0])))
+    monkeypatch.setattr(distributed, "best_relevant", lambda *a: seen.append(a[3]) or np.zeros((len(a[0]), 2)))
     assert fed(0, 1, **PROBLEMS["distractors"], device="meta").compute().backend == "counting, meta"
     assert seen == [torch.device("meta"), [torch.device("meta")]]
 

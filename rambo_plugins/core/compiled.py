@@ -46,7 +46,7 @@ Piece = tuple[int, int, int, int]
 
 
 def rank_and_move(problem: Problem) -> Outcome:
-    """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    """The kernel of the CPU where numba is installed: what ``sorting.rank_and_move`` does, with the same result."""
     scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     scores = scores.contiguous()

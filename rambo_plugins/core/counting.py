@@ -39,7 +39,7 @@ def is_faster(scores: Tensor, relevance: Tensor) -> bool:
 
 
 def rank_and_move(problem: Problem) -> Outcome:
-    """The kernel of ``rank_loss`` on the CPU: what ``sorting.rank_and_move`` does, with the same result."""
+    """The kernel of the CPU without numba, where it ``is_faster``: does what ``sorting.rank_and_move`` does."""
     scores, relevance, mask, grades, margin, step, item_gradient, rank_plus_grad, needs_grad = problem
     num_rows, num_items = scores.shape
     losses, mean_r = scores.new_zeros(num_rows), scores.new_zeros(num_rows)
@@ -206,7 +206,9 @@ class _StepFunction:
         interval = self._table.index_select(0, self._bin(scores).flatten())
         unsure = (interval < 0).nonzero()[:, 0]
         if self._crowded:
-            found = torch.searchsorted(self.thresholds, scores, right=True, out_int32=True) + self._row_start
+            found = (
+                torch.searchsorted(self.thresholds, scores.contiguous(), right=True, out_int32=True) + self._row_start
+            )
             interval.index_copy_(0, unsure, found.flatten().index_select(0, unsure))
         else:
             score, found = scores.flatten().index_select(0, unsure), interval.index_select(0, unsure).bitwise_not_()

@@ -7,8 +7,8 @@ defined, without a gain or with one target value alone, have loss 0 and do not c
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def ndcg_loss(
     IDCG is the largest DCG of the row. The relevant items are those with a gain above 0.
 
     Args:
-        gains: (..., N) float ≥ 0 (their values are not checked: one that is not above 0 counts as 0). They enter as
+        gains: (..., N) float ≥ 0, finite, also their sum; those of items that do not exist are not read. They enter as
             they are; for the exponential gain pass 2**relevance - 1.
         cutoff: k, for NDCG@k: the discount, also that of IDCG, is multiplied with the relaxed [rank ≤ k] of
             ``rank_metrics.py``, so a perfect ranking has loss 0 all the same.
@@ -53,16 +53,34 @@ def ndcg_loss(
     >>> ndcg_loss(scores, gains, lambda_val=1.0, cutoff=1, temperature=1e-3)  # 1 - 1 / 3
     tensor(0.6667)
     """
-    relevance, grades = _gain_grades(scores, gains, _discount(cutoff, temperature), options)
     item_loss = ndcg_item_loss(cutoff, temperature)
+    relevance, grades = _gain_grades(scores, gains, _cutoff(cutoff, temperature), options)
     loss, _ = rank_loss(scores, relevance, item_loss, lambda_val=lambda_val, **options | {"grades": grades})
     return loss
 
 
 def ndcg_item_loss(cutoff: int | None = None, temperature: float = TEMPERATURE) -> ItemLoss:
     """1 - grade · discount(rank); where the grades are g_i · P / IDCG its mean over the relevant items is 1 - NDCG."""
-    discount = _discount(cutoff, temperature)
-    return lambda rank, rank_plus, num_relevant, grade: 1 - grade * discount(rank)
+    return functools.partial(_ndcg_item_loss, **_cutoff(cutoff, temperature))
+
+
+def _ndcg_item_loss(
+    rank: Tensor, rank_plus: Tensor, num_relevant: Tensor, grade: Tensor, *, cutoff: int | None, temperature: float
+) -> Tensor:
+    return 1 - grade * _discount(rank, cutoff, temperature)
+
+
+def _cutoff(cutoff: int | None, temperature: float) -> dict[str, Any]:
+    return {
+        "cutoff": None if cutoff is None else checks.check_integer("cutoff", cutoff, 1),
+        "temperature": checks.check_positive("temperature", temperature),
+    }
+
+
+def _discount(rank: Tensor, cutoff: int | None, temperature: float) -> Tensor:
+    """What NDCG multiplies the gain of an item of this rank with."""
+    discount = 1 / torch.log2(1 + rank)
+    return discount if cutoff is None else discount * soft_cutoff(rank, cutoff, temperature)
 
 
 def spearman_loss(scores: Tensor, target: Tensor, *, lambda_val: float, **options: Any) -> Tensor:
@@ -76,8 +94,8 @@ def spearman_loss(scores: Tensor, target: Tensor, *, lambda_val: float, **option
     exists is relevant.
 
     Args:
-        target: (..., N) float, higher is better, not NaN (the values are not checked). A row of one item, or of equal
-            targets, has no correlation: loss 0, and it does not count as a row.
+        target: (..., N) float, higher is better, ±inf allowed, not NaN. A row of one item, or of equal targets, has no
+            correlation: loss 0, and it does not count as a row.
 
     The ``options``, what is returned and the errors are those of ``rank_loss``, except ``grades``: ValueError. With
     ``item_weights`` the mean over the items is a weighted one; ranks, σ and σ_t stay as they are. A ``margin`` moves
@@ -110,15 +128,13 @@ class NDCGLoss(RankLoss):
         self, *, lambda_val: float, cutoff: int | None = None, temperature: float = TEMPERATURE, **options: Any
     ) -> None:
         super().__init__(ndcg_item_loss(cutoff, temperature), lambda_val=lambda_val, **options)
-        self.cutoff = cutoff
-        self.temperature = temperature
+        self.cutoff = _cutoff(cutoff, temperature)
 
     def forward(  # type: ignore[override]  # the second argument is called what it is
         self, scores: Tensor, gains: Tensor, mask: Tensor | None = None, weights: Tensor | None = None, **of_items: Any
     ) -> Tensor:
         """As ``RankLoss.forward``, with gains; neither ``item_weights`` nor ``grades``."""
-        discount = _discount(self.cutoff, self.temperature)
-        relevance, grades = _gain_grades(scores, gains, discount, {"mask": mask, **of_items})
+        relevance, grades = _gain_grades(scores, gains, self.cutoff, {"mask": mask, "weights": weights, **of_items})
         return super().forward(scores, relevance, mask, weights, **of_items | {"grades": grades})
 
 
@@ -137,37 +153,31 @@ class SpearmanLoss(RankLoss):
         self, scores: Tensor, target: Tensor, mask: Tensor | None = None, weights: Tensor | None = None, **of_items: Any
     ) -> Tensor:
         """As ``RankLoss.forward``, with a target; no ``grades``."""
-        relevance, grades = _target_grades(scores, target, {"mask": mask, **of_items})
+        relevance, grades = _target_grades(scores, target, {"mask": mask, "weights": weights, **of_items})
         return super().forward(scores, relevance, mask, weights, **of_items | {"grades": grades})
 
 
-def _discount(cutoff: int | None, temperature: float) -> Callable[[Tensor], Tensor]:
-    """What NDCG multiplies the gain of an item of this rank with."""
-    checks.check_positive("temperature", temperature)
-    if cutoff is None:
-        return lambda rank: 1 / torch.log2(1 + rank)
-    within = soft_cutoff("cutoff", cutoff, temperature)
-    return lambda rank: within(rank) / torch.log2(1 + rank)
-
-
 def _gain_grades(
-    scores: Tensor, gains: Tensor, discount: Callable[[Tensor], Tensor], options: dict[str, Any]
+    scores: Tensor, gains: Tensor, cutoff: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Which items are relevant, and g_i · P / IDCG of each."""
-    _refuse(options, "item_weights", "grades", because="the gains weigh the items")
+    checks.refuse(options, "item_weights", "grades", because="the gains weigh the items")
     rows, exist, gains = _in_rows("gains", gains, scores, options)
-    relevance = exist & (gains > 0)
-    gains = torch.where(relevance, gains, 0).to(_dtype(scores))
+    gains = torch.where(exist, gains, 0).to(_dtype(scores))
+    checks.check_weights("gains", gains.view(scores.shape), rows.total(gains))
+    relevance = gains > 0
     places = _places(gains, exist, rows, options.get("segments"))
-    ideal = rows.total(gains * discount(places.to(gains.dtype)))
+    ideal = rows.total(gains * _discount(places.to(gains.dtype), **cutoff))
     scale = rows.total(relevance) / ideal  # 0 / 0 in a row without a gain, of which no grade is read
     return relevance.reshape(scores.shape), (gains * rows.spread(scale)).reshape(scores.shape)
 
 
 def _target_grades(scores: Tensor, target: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Which items are ranked, and (mean - t_i) / σ_t of each, so that of equal scores the worst target comes first."""
-    _refuse(options, "grades", because="the target grades the items")
+    checks.refuse(options, "grades", because="the target grades the items")
     rows, exist, target = _in_rows("target", target, scores, options)
+    target = torch.where(exist, target, 0)
+    checks.check_not_nan("target", target.view(scores.shape))
     best_first, worst_first = (
         _places(target, exist, rows, options.get("segments"), descending) for descending in (True, False)
     )
@@ -177,12 +187,6 @@ def _target_grades(scores: Tensor, target: Tensor, options: dict[str, Any]) -> t
     deviation = (rows.total(grades**2) / rows.total(exist).clamp(min=1)).sqrt()
     grades = grades / rows.spread(deviation)  # 0 / 0 in a row of equals, of which none is read
     return (exist & rows.spread(deviation > 0)).reshape(scores.shape), grades.reshape(scores.shape)
-
-
-def _refuse(options: dict[str, Any], *names: str, because: str) -> None:
-    for name in names:
-        if options.get(name) is not None:
-            raise ValueError(f"{name} has no meaning in this loss, where {because}: pass {name}=None")
 
 
 def _in_rows(
@@ -199,7 +203,7 @@ def _in_rows(
         weights = options.get("weights")
         rows = SegmentRows(segments, None if weights is None else weights.numel())
     exist = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
-    return rows, exist.reshape(rows.shape), values.detach().reshape(rows.shape)
+    return rows, exist.reshape(rows.shape), values.reshape(rows.shape)
 
 
 def _places(

@@ -1,4 +1,4 @@
-"""The paper's two losses on ``rank_loss``, recall (§3.2) and average precision (§3.3), as functions and as modules.
+"""The paper's two losses on ``rank_loss``, recall (§4.5) and average precision (§4.6), as functions and as modules.
 
 A function takes everything as arguments; its module holds the options and is called with the scores, the relevance and,
 where there are any, a mask and weights. The conventions (λ, margin, ties, masks) are at the top of ``ranking.py``.
@@ -6,6 +6,8 @@ where there are any, a mask and weights. The conventions (λ, margin, ties, mask
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +19,6 @@ from rambo_plugins.core.ranking import ItemLoss, RankStatistics, rank_loss
 
 Weighting = str | Callable[[Tensor], Tensor] | Sequence[float] | Tensor
 
-_WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "log": torch.log1p,
-    "loglog": lambda r: torch.log1p(torch.log1p(r)),
-}
-
 
 def recall_item_loss(weighting: Weighting = "log") -> ItemLoss:
     r"""W(r_i), the recall loss of one relevant item (Eqs. 16-20), from ``weighting``.
@@ -30,8 +27,9 @@ def recall_item_loss(weighting: Weighting = "log") -> ItemLoss:
 
     Args:
         weighting: "log": W(r) = log(1 + r); "loglog": W(r) = log(1 + log(1 + r)); a callable W, elementwise and
-            differentiable; or the table (w_1, ..., w_M) of the weights of Recall@1, ..., Recall@M, zero beyond M, whose
-            slope at r is w_{r+1}, the cost of one more irrelevant item above.
+            differentiable (to be pickled, a function of a module); or the table (w_1, ..., w_M) of the weights of
+            Recall@1, ..., Recall@M, a sequence, an array or a tensor, zero beyond M, whose slope at r is w_{r+1}, the
+            cost of one more irrelevant item above.
 
     Raises:
         TypeError, ValueError: an unknown name, an empty or not finite table, or anything else.
@@ -43,26 +41,44 @@ def recall_item_loss(weighting: Weighting = "log") -> ItemLoss:
         cost = weighting
     else:
         cost = _table_cost(weighting)
-    return lambda rank, rank_plus, num_relevant: cost(rank - rank_plus)
+    return functools.partial(_recall_item_loss, cost=cost)  # and not a function in a function: it can be pickled
+
+
+def _recall_item_loss(
+    rank: Tensor, rank_plus: Tensor, num_relevant: Tensor, *, cost: Callable[[Tensor], Tensor]
+) -> Tensor:
+    return cost(rank - rank_plus)
+
+
+def _loglog(r: Tensor) -> Tensor:
+    return torch.log1p(torch.log1p(r))
+
+
+_WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {"log": torch.log1p, "loglog": _loglog}
 
 
 def _table_cost(table: Sequence[float] | Tensor) -> Callable[[Tensor], Tensor]:
+    values = checks.several(table, "weighting")
+    if values is None:
+        raise TypeError(f"weighting must be a name, a callable or a table of numbers of shape (M,), got {table!r}")
     try:
-        weights = torch.as_tensor(table, dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"weighting must be a name, a callable or a table of numbers, got {table!r}") from error
-    if weights.dim() != 1 or len(weights) == 0 or not torch.isfinite(weights).all():
-        raise ValueError(f"a table of weights must have shape (M,), M >= 1, and be finite, got {table!r}")
+        numbers = [checks.check_number("a weight of the table", value) for value in values]
+    except ValueError as error:
+        raise ValueError(f"a table of weights must hold finite numbers, got {table!r}: {error}") from error
+    if not numbers:
+        raise ValueError(f"a table of weights must have shape (M,), M >= 1, got {table!r}")
     # W at 0, 1, ..., M, and its slope to the right, which is 0 from M on.
-    cumulative = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
-    slopes = torch.cat([weights, weights.new_zeros(1)])
+    cumulative = torch.tensor([0.0, *itertools.accumulate(numbers)], dtype=torch.float64)
+    slopes = torch.tensor([*numbers, 0.0], dtype=torch.float64)
+    if not cumulative.isfinite().all():
+        raise ValueError(f"a table of weights must have a finite sum, got {table!r}")
+    return functools.partial(_stepwise, cumulative=cumulative, slopes=slopes)
 
-    def cost(r: Tensor) -> Tensor:
-        index = r.detach().long().clamp(max=len(weights))
-        value, slope = (values.to(r)[index] for values in (cumulative, slopes))
-        return value + slope * (r - r.detach())
 
-    return cost
+def _stepwise(r: Tensor, *, cumulative: Tensor, slopes: Tensor) -> Tensor:
+    index = r.detach().long().clamp(max=len(slopes) - 1)
+    value, slope = (values.to(r)[index] for values in (cumulative, slopes))
+    return value + slope * (r - r.detach())
 
 
 def average_precision_item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: Tensor) -> Tensor:
@@ -137,7 +153,7 @@ def average_precision_loss(
     >>> average_precision_loss(scores, relevance, lambda_val=0.5, over_all=True)  # ranks 2, 3 and 6
     tensor(0.4444)
     """
-    if over_all:
+    if checks.check_flag("over_all", over_all):
         scores, relevance, options = _one_row(scores, relevance, options)
     loss, _ = rank_loss(
         scores,
@@ -154,10 +170,14 @@ def _one_row(scores: Tensor, relevance: Tensor, options: dict[str, Any]) -> tupl
     for name in ("weights", "segments"):
         if options.get(name) is not None:
             raise ValueError(f"{name} are of rows, and over_all ranks all rows as one: pass {name}=None")
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
+    checks.check_boolean("relevance", relevance, scores)
     of_items = {name: options[name] for name in ("mask", "item_weights") if options.get(name) is not None}
-    for name, value in {"relevance": relevance, **of_items}.items():
-        if tuple(value.shape) != tuple(scores.shape):
-            raise ValueError(f"{name} must have shape {tuple(scores.shape)}, got {tuple(value.shape)}")
+    if "mask" in of_items:
+        checks.check_boolean("mask", of_items["mask"], scores)
+    if "item_weights" in of_items:
+        checks.check_float("item_weights", of_items["item_weights"], scores, tuple(scores.shape))
     flat = {name: value.flatten() for name, value in of_items.items()}
     return scores.flatten(), relevance.flatten(), options | flat
 
@@ -168,8 +188,9 @@ class RankLoss(nn.Module):
     Args:
         item_loss: the loss of one relevant item, see ``rank_loss``, where the other arguments are explained too.
 
-    ``statistics`` holds the ``RankStatistics`` of the last forward pass. The state of a ``generator`` is part of the
-    module's ``state_dict``.
+    ``statistics`` holds the ``RankStatistics`` of the last forward pass that did not raise. The state of a
+    ``generator`` is part of the module's ``state_dict``. A module can be pickled and copied, with its generator; an
+    ``item_loss`` of one's own then has to be a function of a module, not a lambda.
 
     >>> loss_fn = RankLoss(lambda rank, rank_plus, num_relevant: rank.log(), lambda_val=1.0)
     >>> loss_fn(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([False, True, False]))  # log 2
@@ -189,17 +210,19 @@ class RankLoss(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        checks.check_positive("lambda_val", lambda_val)
-        checks.check_margin(margin)
+        if not callable(item_loss):
+            raise TypeError(f"item_loss must be a function of (rank, rank_plus, num_relevant), got {item_loss!r}")
         checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
         checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
         self.item_loss = item_loss
-        self.lambda_val = lambda_val
-        self.margin = margin
+        self.lambda_val = checks.check_lambda(lambda_val)
+        self.margin = checks.check_margin(margin)
         self.reduction = reduction
-        self.normalize = normalize
+        self.normalize = checks.check_flag("normalize", normalize)
         self.lambda_per = lambda_per
-        self.rank_plus_grad = rank_plus_grad
+        self.rank_plus_grad = checks.check_flag("rank_plus_grad", rank_plus_grad)
         self.generator = generator
         self.statistics: RankStatistics | None = None
 
@@ -237,6 +260,20 @@ class RankLoss(nn.Module):
     def extra_repr(self) -> str:
         names = ("lambda_val", "margin", "reduction", "normalize", "lambda_per", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: of a generator its device and its state."""
+        state = self.__dict__.copy()
+        if self.generator is not None:  # as bytes: a tensor made here is gone before a spawned process opens it
+            state["generator"] = (str(self.generator.device), bytes(self.generator.get_state().tolist()))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["generator"] is not None:
+            device, drawn = state["generator"]
+            state = state | {"generator": torch.Generator(device)}
+            state["generator"].set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+        super().__setstate__(state)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -287,7 +324,7 @@ class AveragePrecisionLoss(RankLoss):
 
     def __init__(self, *, lambda_val: float, over_all: bool = False, **options: Any) -> None:
         super().__init__(average_precision_item_loss, lambda_val=lambda_val, **options)
-        self.over_all = over_all
+        self.over_all = checks.check_flag("over_all", over_all)
 
     def forward(
         self,

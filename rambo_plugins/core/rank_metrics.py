@@ -14,8 +14,9 @@ for k = 10, the rank 10·k 0.13 and 0.10. So where there is a cutoff the loss of
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,23 +28,28 @@ from rambo_plugins.core.ranking import ItemLoss, rank_loss
 
 TEMPERATURE = 1.0
 
+_ONE_ITEM = "the best relevant item alone counts"
+_PLACES = "the first k places count alike"
+
 
 def reciprocal_rank_loss(scores: Tensor, relevance: Tensor, *, lambda_val: float, **options: Any) -> Tensor:
     r"""One minus the (mean) reciprocal rank of the best relevant item (Voorhees, TREC-8, 1999).
 
     .. math:: L = 1 - \frac1Q \sum_q \frac1{\min_{i\ relevant} rank_i}
 
-    The ``options``, what is returned and the errors are those of ``rank_loss``.
+    The ``options``, what is returned and the errors are those of ``rank_loss``, except ``item_weights``, which weigh a
+    mean over the relevant items, and here is none: ValueError.
 
     >>> reciprocal_rank_loss(torch.tensor([0.9, 0.5, 0.1]), torch.tensor([False, True, True]), lambda_val=1.0)
     tensor(0.5000)
     """
+    checks.refuse(options, "item_weights", because=_ONE_ITEM)
     loss, _ = rank_loss(scores, relevance, reciprocal_rank_item_loss, lambda_val=lambda_val, **options)
     return loss
 
 
 def reciprocal_rank_item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: Tensor) -> Tensor:
-    """P · (1 - 1 / rank) of the best relevant item, 0 of the others."""
+    """P · (1 - 1 / rank) of the best relevant item, 0 of the others; the plain mean over the P is that of the best."""
     return num_relevant * (rank_plus == 1) * (1 - 1 / rank)
 
 
@@ -66,21 +72,29 @@ def precision_at_k_loss(
         k: ≥ 1.
         temperature: T > 0 of the cutoff (see the module).
 
-    The ``options``, what is returned and the errors are those of ``rank_loss``.
+    The ``options``, what is returned and the errors are those of ``rank_loss``, except ``item_weights``, which weigh a
+    mean over the relevant items; this one is over the first k places: ValueError.
 
     >>> scores, relevance = torch.tensor([0.9, 0.5, 0.1]), torch.tensor([False, True, True])
     >>> precision_at_k_loss(scores, relevance, k=2, lambda_val=1.0, temperature=1e-3)
     tensor(0.5000)
     """
+    checks.refuse(options, "item_weights", because=_PLACES)
     item_loss = precision_at_k_item_loss(k, temperature)
     loss, _ = rank_loss(scores, relevance, item_loss, lambda_val=lambda_val, **options)
     return loss
 
 
 def precision_at_k_item_loss(k: int, temperature: float = TEMPERATURE) -> ItemLoss:
-    """1 - P / k · [rank ≤ k], relaxed; its mean over the relevant items is 1 - precision."""
-    within = soft_cutoff("k", k, temperature)
-    return lambda rank, rank_plus, num_relevant: 1 - num_relevant / k * within(rank)
+    """1 - P / k · [rank ≤ k], relaxed; its plain mean over the relevant items is 1 - precision."""
+    k = checks.check_integer("k", k, 1)
+    return functools.partial(_precision_item_loss, k=k, temperature=checks.check_positive("temperature", temperature))
+
+
+def _precision_item_loss(
+    rank: Tensor, rank_plus: Tensor, num_relevant: Tensor, *, k: int, temperature: float
+) -> Tensor:
+    return 1 - num_relevant / k * soft_cutoff(rank, k, temperature)
 
 
 def recall_at_k_loss(
@@ -99,7 +113,7 @@ def recall_at_k_loss(
     Only irrelevant items above count, so a perfect ranking has a recall of 1 for every K. The relaxed rank is r_i + 1.
 
     Args:
-        ks: K ≥ 1, or several.
+        ks: K ≥ 1, or several: a sequence, an array or a tensor (M,).
         temperature: T > 0 of the cutoff (see the module).
 
     The ``options``, what is returned and the errors are those of ``rank_loss``.
@@ -115,22 +129,23 @@ def recall_at_k_loss(
 
 def recall_at_k_item_loss(ks: int | Sequence[int], temperature: float = TEMPERATURE) -> ItemLoss:
     """1 - [r_i < K], relaxed, the mean over the K."""
-    cutoffs = [soft_cutoff("ks", k, temperature) for k in (ks if isinstance(ks, Sequence) else (ks,))]
+    several = checks.several(ks, "ks")
+    cutoffs = [checks.check_integer("ks", k, 1) for k in ([ks] if several is None else several)]
     if not cutoffs:
         raise ValueError("ks must hold at least one K, got none")
-
-    def item_loss(rank: Tensor, rank_plus: Tensor, num_relevant: Tensor) -> Tensor:
-        return 1 - torch.stack([within(rank - rank_plus + 1) for within in cutoffs]).mean(0)
-
-    return item_loss
+    temperature = checks.check_positive("temperature", temperature)
+    return functools.partial(_recall_at_k_item_loss, ks=cutoffs, temperature=temperature)
 
 
-def soft_cutoff(name: str, k: int, temperature: float) -> Callable[[Tensor], Tensor]:
+def _recall_at_k_item_loss(
+    rank: Tensor, rank_plus: Tensor, num_relevant: Tensor, *, ks: list[int], temperature: float
+) -> Tensor:
+    return 1 - torch.stack([soft_cutoff(rank - rank_plus + 1, k, temperature) for k in ks]).mean(0)
+
+
+def soft_cutoff(rank: Tensor, k: int, temperature: float) -> Tensor:
     """The relaxed [rank ≤ k], see the module."""
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {k!r}")
-    checks.check_positive("temperature", temperature)
-    return lambda rank: torch.sigmoid((math.log(k + 0.5) - rank.log()) / temperature)
+    return torch.sigmoid((math.log(k + 0.5) - rank.log()) / temperature)
 
 
 class ReciprocalRankLoss(RankLoss):
@@ -139,12 +154,22 @@ class ReciprocalRankLoss(RankLoss):
     def __init__(self, *, lambda_val: float, **options: Any) -> None:
         super().__init__(reciprocal_rank_item_loss, lambda_val=lambda_val, **options)
 
+    def forward(self, *arguments: Any, **of_items: Any) -> Tensor:
+        """As ``RankLoss.forward``; no ``item_weights``."""
+        checks.refuse(of_items, "item_weights", because=_ONE_ITEM)
+        return super().forward(*arguments, **of_items)
+
 
 class PrecisionAtKLoss(RankLoss):
     """Module of ``precision_at_k_loss``. The ``options`` are those of ``RankLoss``."""
 
     def __init__(self, *, k: int, lambda_val: float, temperature: float = TEMPERATURE, **options: Any) -> None:
         super().__init__(precision_at_k_item_loss(k, temperature), lambda_val=lambda_val, **options)
+
+    def forward(self, *arguments: Any, **of_items: Any) -> Tensor:
+        """As ``RankLoss.forward``; no ``item_weights``."""
+        checks.refuse(of_items, "item_weights", because=_PLACES)
+        return super().forward(*arguments, **of_items)
 
 
 class RecallAtKLoss(RankLoss):

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rambo_plugins.core import checks, sorting
+from rambo_plugins.core import blackbox, checks
 from rambo_plugins.core.rows import DenseRows, SegmentRows
 from rambo_plugins.core.sorting import ItemGradient, Pack, Problem
 
@@ -61,7 +60,7 @@ def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, norma
 
     Args:
         scores: (..., N) float; higher is better, ±inf allowed.
-        lambda_val: λ > 0, the length of the step.
+        lambda_val: λ, the length of the step, in [1e-30, 1e30].
         mask: (..., N) bool; items where it is False are not ranked: rank 0, no gradient.
         normalize: divide the ranks by the number of items of the row that exist.
 
@@ -75,15 +74,16 @@ def rank(scores: Tensor, lambda_val: float, *, mask: Tensor | None = None, norma
     >>> y = torch.tensor([0.1, 0.9, 0.5], requires_grad=True)
     >>> ranks = rank(y, lambda_val=0.6, normalize=False)
     >>> ranks
-    tensor([3., 1., 2.], grad_fn=<_RankBackward>)
+    tensor([3., 1., 2.], grad_fn=<RankBackward>)
     >>> ranks[0].backward()  # a smaller rank for the first item: one step of 0.6 carries it past the third
     >>> y.grad
     tensor([-1.6667,  0.0000,  1.6667])
     """
     checks.check_scores(scores, mask)
-    checks.check_positive("lambda_val", lambda_val)
+    lambda_val = checks.check_lambda(lambda_val)
+    normalize = checks.check_flag("normalize", normalize)
     with torch.autocast(scores.device.type, enabled=False):
-        return _Rank.apply(_prepare(scores, mask), mask, float(lambda_val), normalize)
+        return blackbox.Rank.apply(_prepare(scores, mask), mask, lambda_val, normalize)
 
 
 @torch.compiler.disable  # the kernels look at the data: one graph break, not one each time they do
@@ -133,9 +133,9 @@ def rank_loss(
         relevance: (..., N) bool.
         item_loss: ``(rank, rank_plus, num_relevant) -> loss`` of one relevant item, elementwise over float tensors of
             one shape, differentiable in the first two. Other items may be passed as rank 1 of 1, their loss is ignored.
-        lambda_val: λ > 0, in units of normalised ranks of the mean loss (see the module).
-        margin: α ≥ 0 (Eq. 14), in units of the scores; or several, over which loss and gradient are averaged: a
-            smoother loss, in as many times the time.
+        lambda_val: λ, in units of normalised ranks of the mean loss (see the module), in [1e-30, 1e30].
+        margin: α in [0, 1e30] (Eq. 14), in units of the scores; or several (a sequence, an array or a tensor (M,)),
+            over which loss and gradient are averaged: a smoother loss, in as many times the time.
         mask: (..., N) bool; items where it is False are not ranked and get no gradient.
         weights: (...) float ≥ 0, w_q, the weight of each row; rows without a relevant item do not count.
         item_weights: (..., N) float ≥ 0, of the relevant items in the mean of their row: v_i = w_i / Σ w_i. Those of
@@ -150,20 +150,28 @@ def rank_loss(
         rank_plus_grad: let rank⁺ carry a gradient too, by a ranking of the relevant items alone (Eqs. 17 and 21 to the
             letter); without it rank⁺ is a constant, as in the authors' code.
         generator: draws a random margin, |N(0, 1)|·α/2 for each score, as the authors' code does; None: exactly α/2.
+            On the device of the scores. Each forward pass draws anew, one that ``torch.utils.checkpoint`` repeats too.
 
     Returns:
         The loss, a scalar, or (...) for "none", and the statistics of the rows. No relevant item anywhere: a zero that
         is attached to the graph. float32 for half-precision scores.
 
     Raises:
-        TypeError, ValueError: an input of the wrong type, shape or value; NaN scores.
+        TypeError, ValueError: an input of the wrong type, shape or value; NaN scores; weights that are negative or not
+            finite, grades that are not finite; an ``item_loss`` whose value or slope is NaN. A call that
+            raises leaves the ``generator`` as it was. A second derivative, ``create_graph=True``, is a RuntimeError.
     """
     checks.check_scores(scores, mask)
     checks.check_boolean("relevance", relevance, scores)
-    checks.check_positive("lambda_val", lambda_val)
+    lambda_val = checks.check_lambda(lambda_val)
     margins = checks.check_margin(margin)
+    margins = margins if isinstance(margins, tuple) else (margins,)
     checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
     checks.check_choice("lambda_per", lambda_per, ("batch", "row"))
+    normalize = checks.check_flag("normalize", normalize)
+    rank_plus_grad = checks.check_flag("rank_plus_grad", rank_plus_grad)
+    if generator is not None:
+        checks.check_generator(generator, scores)
     if item_weights is not None:
         checks.check_float("item_weights", item_weights, scores, tuple(scores.shape))
     if grades is not None:
@@ -185,36 +193,52 @@ def rank_loss(
         relevance = relevance & mask
     if grades is not None:
         grades = torch.where(relevance, grades.reshape(rows.shape).to(values.dtype), 1)
+        checks.check_finite("grades", grades.view(scores.shape))
     num_relevant = rows.total(relevance)
     present = num_relevant > 0
-    row_weights = present.to(values.dtype) if weights is None else weights.reshape(-1).to(values.dtype) * present
+    if weights is None:
+        row_weights = present.to(values.dtype)
+    else:
+        row_weights = weights.reshape(-1).to(values.dtype)
+        checks.check_weights("weights", row_weights.view(lead), row_weights.sum())
+        row_weights = row_weights * present
     share = row_weights / _or_one(row_weights.sum()) if lambda_per == "batch" else present.to(values.dtype)
     lambda_rows = lambda_val * share
     if normalize:
         lambda_rows = lambda_rows * (rows.lengths if mask is None else rows.total(mask))
     if item_weights is not None:
         item_weights = torch.where(relevance, item_weights.reshape(rows.shape).to(values.dtype), 0)
-        item_weights = item_weights / rows.spread(_or_one(rows.total(item_weights)))
-    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype)
-    outcomes = []
-    for one in margins:
-        moved = values
-        if generator is not None and one:
-            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
-            moved, one = values + torch.where(relevance, -one / 2, one / 2) * noise, 0.0
-        problem = Problem(
-            moved.detach(),
-            relevance,
-            mask,
-            grades,
-            one,
-            lambda_rows[:, None],
-            item_gradient,
-            rank_plus_grad,
-            needs_grad=torch.is_grad_enabled() and scores.requires_grad,
-        )
-        with torch.autocast(scores.device.type, enabled=False):
-            outcomes.append(_RankLoss.apply(moved, problem, rows))
+        sums = rows.total(item_weights)
+        checks.check_weights("item_weights", item_weights.view(scores.shape), sums)
+        item_weights = item_weights / rows.spread(_or_one(sums))
+    needs_grad = torch.is_grad_enabled() and scores.requires_grad
+    slopes = needs_grad * (1 + rank_plus_grad)
+    item_gradient = _item_gradient(item_loss, num_relevant, item_weights, grades, values.dtype, slopes)
+    drawn = generator.get_state() if generator is not None else torch.empty(0)
+    try:
+        outcomes = []
+        for one in margins:
+            moved = values
+            if generator is not None and one:
+                noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device).abs()
+                moved, one = values + torch.where(relevance, -one / 2, one / 2) * noise, 0.0
+            problem = Problem(
+                moved.detach(),
+                relevance,
+                mask,
+                grades,
+                one,
+                lambda_rows[:, None],
+                item_gradient,
+                rank_plus_grad,
+                needs_grad,
+            )
+            with torch.autocast(scores.device.type, enabled=False):
+                outcomes.append(blackbox.RankLoss.apply(moved, problem, rows))
+    except BaseException:
+        if generator is not None:
+            generator.set_state(drawn)
+        raise
     losses, mean_r, num_still = outcomes[0]
     if len(outcomes) > 1:
         losses, mean_r = (torch.stack([outcome[k] for outcome in outcomes]).mean(0) for k in (0, 1))
@@ -226,56 +250,15 @@ def rank_loss(
     return weighted, RankStatistics(*(values.view(lead) for values in (num_relevant, mean_r, num_still)))
 
 
-class _Rank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, lambda_val: float, normalize: bool) -> Tensor:
-        ctx.last = None if mask is None else sorting.order_of(~mask)
-        ctx.lambda_val, ctx.normalize = lambda_val, normalize
-        ranks = _Rank.ranks(ctx, scores, mask)
-        ctx.save_for_backward(scores, mask, ranks)
-        return ranks
-
-    @staticmethod
-    def ranks(ctx: Any, scores: Tensor, mask: Tensor | None) -> Tensor:
-        ranks = sorting.positions(sorting.order_of(scores, ctx.last, descending=True)).to(scores.dtype)
-        if mask is not None:
-            ranks = ranks * mask
-        if ctx.normalize:
-            ranks = ranks / (scores.shape[-1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1))
-        return ranks
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        scores, mask, ranks = ctx.saved_tensors
-        moved_ranks = _Rank.ranks(ctx, scores + ctx.lambda_val * grad, mask)
-        return (moved_ranks - ranks) / ctx.lambda_val, None, None, None
-
-
-class _RankLoss(torch.autograd.Function):
-    """Losses of the rows (Q,); the forward pass computes the gradient of the scores, the backward multiplies it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, problem: Problem, rows: DenseRows | SegmentRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        losses, mean_r, num_still, grad = rows.rank_and_move(problem)
-        ctx.rows = rows
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(mean_r, num_still)
-        return losses, mean_r, num_still
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        (unit_grad,) = ctx.saved_tensors
-        return ctx.rows.spread(grad) * unit_grad, None, None
-
-
 def _item_gradient(
-    item_loss: ItemLoss, num_relevant: Tensor, weights: Tensor | None, grades: Tensor | None, dtype: torch.dtype
+    item_loss: ItemLoss,
+    num_relevant: Tensor,
+    weights: Tensor | None,
+    grades: Tensor | None,
+    dtype: torch.dtype,
+    num_slopes: int,
 ) -> ItemGradient:
-    """What the kernels call for the losses of the rows and their gradients."""
+    """What the kernels call for the losses of the rows and their gradients, of which they read so many."""
     num_relevant = num_relevant.clamp(min=1).to(dtype)[:, None]
 
     def item_gradient(
@@ -291,10 +274,13 @@ def _item_gradient(
                     f"item_loss must return a tensor of the shape of its ranks, {tuple(rank.shape)}, got {got}"
                 )
             losses = total(per_item / num if weights is None else per_item * pack(weights))
-            if not losses.requires_grad:
-                return losses, None, None
-            to_rank, to_rank_plus = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
-        return losses.detach(), to_rank, to_rank_plus
+            slopes: tuple[Tensor | None, ...] = (None, None)
+            if losses.requires_grad:
+                slopes = torch.autograd.grad(losses.sum(), (rank, rank_plus), allow_unused=True)
+        losses = losses.detach()
+        sums = sum((total(slope) for slope in slopes[:num_slopes] if slope is not None), losses)
+        checks.check_not_nan("the loss of an item and its slope, summed over the rows,", sums)
+        return losses, slopes[0], slopes[1]
 
     return item_gradient
 

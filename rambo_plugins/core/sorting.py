@@ -1,7 +1,7 @@
 """The ranks and the blackbox gradient of all items by sorting them twice: no synchronisation with the device.
 
-The kernel of ``rank_loss`` on a GPU, and the sorts of ``rank``. Sorts are stable, so among equal scores the order
-before the sort decides.
+The kernel of ``rank_loss`` on a GPU, and on the CPU where ``kernels.py`` finds it the fastest; and the sorts of
+``rank``. Sorts are stable, so among equal scores the order before the sort decides.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The rank of each query's first relevant item by counting: exact at every K, one number a query, no lists.
 
 First the best relevant score s* of each query from the labels, then one pass over the gallery that counts the
-irrelevant items above it. Matrix products in float32 decide what is far from s*, exact scores (``scores.py``) what lies
-within their rounding. Both passes take the gallery in blocks, and their
-outcomes over parts of a gallery combine by maximum and by sum.
+irrelevant items above it. Matrix products in float32 decide what is further from s* than rounding can reach, float64
+most of the rest, exact scores what is left (``scores.py``). Both passes take the gallery in blocks, and their outcomes
+over parts of a gallery combine by maximum and by sum.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +18,25 @@ import numpy as np
 import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
+from rambo_plugins.evaluation.exact import compare, raise_to
 from rambo_plugins.evaluation.scores import (
     PAIRS,
     Items,
+    above,
+    below,
     check_range,
-    exact_scores,
     exact_scores_of_pairs,
     full_precision,
+    grain,
     in_steps,
     item_part,
     product,
     query_part,
     rounding,
     to_device,
+    wide_is_exact,
     wide_product,
+    wide_scores_of_pairs,
 )
 
 Blocks = Iterable[tuple[int, np.ndarray, np.ndarray]]  # first row, rows (n, D) float32, label codes (n,)
@@ -51,13 +57,24 @@ class Queries:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        return lengths(self.rows)
+
+    @functools.cached_property
+    def grain(self) -> float:
+        return grain(self.rows)
+
 
 def best_relevant(queries: Queries, blocks: Blocks, metric: str, device: torch.device) -> np.ndarray:
-    """The best score of a relevant item other than the query itself, (B,) float64, −inf where ``blocks`` hold none."""
-    best = np.full(len(queries), -np.inf)
+    """The best exact score of a relevant item other than the query itself, (B, W) float64 as in ``exact.py``.
+
+    Its first column is the score rounded to float64, −inf where ``blocks`` hold no relevant item.
+    """
+    best = np.zeros((len(queries), 2))
+    best[:, 0] = -np.inf
     order = np.argsort(queries.codes, kind="stable")
     sorted_codes = queries.codes[order]
-    size = lengths(queries.rows)
     for start, rows, codes in blocks:
         first, last = np.searchsorted(sorted_codes, codes, "left"), np.searchsorted(sorted_codes, codes, "right")
         items = np.flatnonzero(last > first)
@@ -68,13 +85,29 @@ def best_relevant(queries: Queries, blocks: Blocks, metric: str, device: torch.d
         for number in np.flatnonzero(large):
             mine = items[class_of == number]
             members = order[first[mine[0]] : last[mine[0]]]
-            _best_of_class(best, queries, members, mine, start, rows, size, metric, device)
+            best = _best_of_class(best, queries, members, mine, start, rows, metric, device)
         items = items[~large[class_of]]
+        known = Items(rows)
         for q, g in _pairs(order, first[items], last[items], items):
             keep = queries.own[q] != g + start
-            q, g = q[keep], g[keep]
-            np.maximum.at(best, q, exact_scores(queries.rows[q], rows[g], metric))
+            best = _best_of_pairs(best, queries, q[keep], known, g[keep], metric)
     return best
+
+
+def _best_of_pairs(
+    best: np.ndarray, queries: Queries, q: np.ndarray, items: Items, g: np.ndarray, metric: str
+) -> np.ndarray:
+    """``best`` raised to the scores of the pairs (q, g): those that rounding lets be the best, exactly."""
+    if len(q) == 0:
+        return best
+    scores = wide_scores_of_pairs(queries.rows, items, q, g, metric)
+    largest = float(lengths(items.rows[np.unique(g)]).max())
+    reach = rounding(queries.lengths[q], largest, queries.rows.shape[1], metric, np.float64)
+    top = best[:, 0].copy()
+    np.maximum.at(top, q, scores)
+    near = scores >= top[q] - 2 * reach
+    q, g = q[near], g[near]
+    return raise_to(best, q, exact_scores_of_pairs(queries.rows, items, q, g, metric))
 
 
 def _pairs(
@@ -94,38 +127,38 @@ def _pairs(
 
 def _best_of_class(
     best: np.ndarray, queries: Queries, members: np.ndarray, items: np.ndarray, start: int, rows: np.ndarray,
-    size: np.ndarray, metric: str, device: torch.device,
-) -> None:  # fmt: skip
-    """Raises ``best`` of these queries of a class to the best of these items: a product, then the near ones exactly."""
+    metric: str, device: torch.device,
+) -> np.ndarray:  # fmt: skip
+    """``best`` of these queries of a class raised to that of these items: a product, then the near ones exactly."""
     where = np.full(len(rows), -1)
     where[items] = np.arange(len(items))
     item_rows = rows[items]
     known = Items(item_rows)
+    size, dim = queries.lengths, rows.shape[1]
     largest = float(lengths(item_rows).max())
+    check_range(size[members], largest, metric)
     with full_precision(device):
-        items_on_device = item_part(to_device(item_rows, device), metric)
+        items_on_device = item_part(item_rows, metric, device)
         for at in range(0, len(members), 4096):
             part = members[at : at + 4096]
-            shift = size[part] ** 2 if metric == "l2" else np.zeros(len(part))
             scores = product(query_part(to_device(queries.rows[part], device), metric), items_on_device)
             own = queries.own[part] - start
             inside = np.flatnonzero((own >= 0) & (own < len(rows)))
             inside = inside[where[own[inside]] >= 0]
             scores[inside, where[own[inside]]] = -torch.inf
-            top = np.maximum(scores.amax(dim=1).cpu().numpy().astype(np.float64) - shift, best[part])
-            low = top - 2 * rounding(size[part], largest, metric) + shift
-            near = scores >= to_device(low.astype(np.float32), device)[:, None]
-            for some in _row_slices(near, rows.shape[1]):
+            top = np.maximum(scores.amax(dim=1).cpu().numpy().astype(np.float64), best[part, 0])
+            low = below(top - 2 * rounding(size[part], largest, dim, metric))
+            near = (scores >= to_device(low, device)[:, None]) & (scores > -torch.inf)
+            for some in _row_slices(near, dim):
                 if _is_dense(near[some]):
                     wide = wide_product(queries.rows[part[some]], item_rows, metric, device)
                     wide.masked_fill_(~near[some], -torch.inf)
-                    top = np.maximum(wide.amax(dim=1).cpu().numpy() - shift[some], best[part[some]])
-                    reach = rounding(size[part[some]], largest, metric, np.float64)
-                    near[some] &= wide >= to_device(top - 2 * reach + shift[some], device)[:, None]
+                    top = np.maximum(wide.amax(dim=1).cpu().numpy(), best[part[some], 0])
+                    reach = rounding(size[part[some]], largest, dim, metric, np.float64)
+                    near[some] &= wide >= to_device(top - 2 * reach, device)[:, None]
                 q, g = near[some].nonzero().cpu().numpy().T
-                keep = own[some][q] != items[g]
-                q, g = part[some][q[keep]], g[keep]
-                np.maximum.at(best, q, exact_scores_of_pairs(queries.rows, known, q, g, metric))
+                best = _best_of_pairs(best, queries, part[some][q], known, g, metric)
+    return best
 
 
 def _row_slices(matrix: torch.Tensor, dim: int) -> Iterator[slice]:
@@ -151,7 +184,7 @@ def count_above(
 
     Args:
         queries: B queries; items of a query's code, and its own row, are not counted.
-        best: (B,) float64.
+        best: (B, W) float64, of ``best_relevant``.
         blocks: the gallery.
         metric: a member of ``METRICS``.
         devices: where the products run; blocks go to them in turns.
@@ -176,19 +209,18 @@ class _Counter:
     def __init__(self, queries: Queries, best: np.ndarray, metric: str, device: torch.device, step: int) -> None:
         self.queries, self.best, self.metric, self.device, self.step = queries, best, metric, device, step
         self.counts = np.zeros((2, len(queries)), np.int64)
-        self.lengths = lengths(queries.rows)
         self.rows = query_part(to_device(queries.rows, device), metric)
         self.buffer = torch.empty(0, dtype=torch.float32, device=device)
 
     def count(self, block: tuple[int, np.ndarray, np.ndarray]) -> None:
         start, rows, codes = block
         largest = float(lengths(rows).max())
-        check_range(self.lengths, largest, self.metric)
-        items = item_part(to_device(rows, self.device), self.metric)
+        check_range(self.queries.lengths, largest, self.metric)
+        items = item_part(rows, self.metric, self.device)
         known = Items(rows)
 
-        def part(part: slice) -> None:
-            self._count_part(part, start, known, codes, items, largest)
+        def part(part: slice) -> None:  # may be repeated where memory ran out: the counts change once, at its end
+            self.counts[:, part] += self._count_part(part, start, known, codes, items, largest)
 
         self.step = in_steps(part, len(self.queries), self.step, self.device, self.release)
 
@@ -198,8 +230,10 @@ class _Counter:
     def _count_part(
         self, part: slice, start: int, known: Items, codes: np.ndarray,
         items: tuple[torch.Tensor, torch.Tensor | None], largest: float,
-    ) -> None:  # fmt: skip
+    ) -> np.ndarray:  # fmt: skip
+        """The counts of these queries in a block, (2, n) int64."""
         num, rows = part.stop - part.start, known.rows
+        counts = np.zeros((2, num), np.int64)
         if self.buffer.numel() < 2 * num * len(rows):
             self.buffer = torch.empty(2 * num * len(rows), dtype=torch.float32, device=self.device)
         scores, flags = self.buffer[: 2 * num * len(rows)].view(2, num, len(rows))
@@ -208,45 +242,56 @@ class _Counter:
         inside = np.flatnonzero((own >= 0) & (own < len(rows)))
         scores[inside, own[inside]] = -torch.inf
 
-        middle = self.best[part] + (self.lengths[part] ** 2 if self.metric == "l2" else 0)
-        reach = rounding(self.lengths[part], largest, self.metric) * 1.01  # 1.01: the bounds are rounded too
-        low = to_device((middle - reach).astype(np.float32), self.device)[:, None]
-        high = to_device((middle + reach).astype(np.float32), self.device)[:, None]
-        above = torch.ge(scores, low, out=flags).sum(dim=1)
-        active = above.nonzero()[:, 0]
+        middle = self.best[part, 0]
+        reach = rounding(self.queries.lengths[part], largest, rows.shape[1], self.metric)
+        low, high = (to_device(end, self.device)[:, None] for end in (below(middle - reach), above(middle + reach)))
+        possible = torch.ge(scores, low, out=flags).sum(dim=1)
+        active = possible.nonzero()[:, 0]
         if len(active) == 0:
-            return
+            return counts
         if 2 * len(active) < num:
-            scores, above, low, high = scores[active], above[active], low[active], high[active]
+            scores, possible, low, high = scores[active], possible[active], low[active], high[active]
         else:
             active = torch.arange(num, device=self.device)
         surely = torch.gt(scores, high, out=flags[: len(active)]).sum(dim=1)
-        close_rows = (above > surely).nonzero()[:, 0]
-        queries = part.start + active.cpu().numpy()
-        self.counts[:, queries] += surely.cpu().numpy().astype(np.int64)
+        close_rows = (possible > surely).nonzero()[:, 0]
+        places = active.cpu().numpy()
+        counts[:, places] = surely.cpu().numpy()
         if len(close_rows) < len(active):
             scores, low, high = scores[close_rows], low[close_rows], high[close_rows]
         close = (scores >= low) & (scores <= high)
-        queries = queries[close_rows.cpu().numpy()]
-        for some in _row_slices(close, known.rows.shape[1]):
-            self._count_close(queries[some], close[some], known, codes, largest)
+        places = places[close_rows.cpu().numpy()]
+        for some in _row_slices(close, rows.shape[1]):
+            counts[:, places[some]] += self._count_close(part.start + places[some], close[some], known, codes, largest)
+        return counts
 
     def _count_close(
         self, queries: np.ndarray, close: torch.Tensor, known: Items, codes: np.ndarray, largest: float
-    ) -> None:
-        """These pairs, (queries, rows) bool, exactly."""
+    ) -> np.ndarray:
+        """The counts of these n queries among these pairs, (n, items) bool: (2, n) int64."""
+        counts = np.zeros((2, len(queries)), np.int64)
+        mine, best, size = self.queries.codes[queries], self.best[queries], self.queries.lengths[queries]
+        middle, dim = best[:, 0], known.rows.shape[1]
+        reach = rounding(size, largest, dim, self.metric, np.float64)
         if _is_dense(close):
             wide = wide_product(self.queries.rows[queries], known.rows, self.metric, self.device)
-            middle = self.best[queries] + (self.lengths[queries] ** 2 if self.metric == "l2" else 0)
-            reach = rounding(self.lengths[queries], largest, self.metric, np.float64)
-            low, high = (to_device(bound, self.device)[:, None] for bound in (middle - reach, middle + reach))
-            surely = (close & (wide > high)).sum(dim=1)
-            self.counts[:, queries] += surely.cpu().numpy()
-            close &= (wide >= low) & (wide <= high)
+            low, high = (to_device(end, self.device)[:, None] for end in (middle - reach, middle + reach))
+            counts += (close & (wide > high)).sum(dim=1).cpu().numpy()
+            close = close & (wide >= low) & (wide <= high)
+            if _is_dense(close) and wide_is_exact(self.queries.grain, size, known, largest, self.metric):
+                close &= to_device(mine, self.device)[:, None] != to_device(codes, self.device)
+                level = to_device(middle, self.device)[:, None]
+                more, same = ((close & found).sum(dim=1).cpu().numpy() for found in (wide > level, wide == level))
+                rest = compare(best[:, 1:], np.zeros((len(best), 1)))  # of the best score beyond its first column
+                return counts + np.stack([more + same * (rest <= 0), more + same * (rest < 0)])
         q, g = close.nonzero().cpu().numpy().T
-        q = queries[q]
-        irrelevant = self.queries.codes[q] != codes[g]
+        irrelevant = mine[q] != codes[g]
         q, g = q[irrelevant], g[irrelevant]
-        scores = exact_scores_of_pairs(self.queries.rows, known, q, g, self.metric)
-        for row, reached in enumerate((scores >= self.best[q], scores > self.best[q])):
-            self.counts[row] += np.bincount(q[reached], minlength=len(self.queries))
+        distance = wide_scores_of_pairs(self.queries.rows, known, queries[q], g, self.metric) - middle[q]
+        counts += np.bincount(q[distance > reach[q]], minlength=len(queries))
+        undecided = np.abs(distance) <= reach[q]
+        q, g = q[undecided], g[undecided]
+        order = compare(exact_scores_of_pairs(self.queries.rows, known, queries[q], g, self.metric), best[q])
+        return counts + np.stack(
+            [np.bincount(q[reached], minlength=len(queries)) for reached in (order >= 0, order > 0)]
+        )

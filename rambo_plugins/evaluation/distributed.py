@@ -147,11 +147,13 @@ class RecallMetric:
             id_keys = _packed(as_keys(ids, "ids", len(rows)), "ids", self._ids)
             if self._rows and not self._ids:
                 raise ValueError("ids: expected in every update or in none, got some after updates without")
-        self._rows.append(rows if self.normalize else rows.copy())  # the caller may write to its batch again
+        kept = rows if self.normalize else rows.copy()  # the caller may write to its batch again
+        splits = np.full(len(rows), SPLITS.index(split), np.uint8)
+        self._rows.append(kept)  # from here on nothing fails
         self._labels.append(label_keys)
         if id_keys is not None:
             self._ids.append(id_keys)
-        self._splits.append(np.full(len(rows), SPLITS.index(split), np.uint8))
+        self._splits.append(splits)
         self._starts.append(self._starts[-1] + len(rows))
 
     def compute(self) -> RecallResult:
@@ -241,7 +243,7 @@ class RecallMetric:
         rows = group.broadcast(group.together(sent), source)
         queries = Queries(rows, table.codes[table.queries[part]], _places(items, table.own[part]))
         best = group.together(lambda: best_relevant(queries, blocks(), self.metric, device))
-        best = group.reduce(best, "MAX")
+        best = _largest(group, best)
         counts = group.together(lambda: count_above(queries, best, blocks(), self.metric, [device], plan.step))
         return group.reduce(counts, "SUM")
 
@@ -391,6 +393,18 @@ def _ids_missing(num: int) -> str:
         f"ids: expected with {num} processes, got None; a DistributedSampler repeats samples so that all ranks have "
         "equally many, and only ids, such as the index in the data set, tell these copies from items of their own"
     )
+
+
+def _largest(group: Group, scores: np.ndarray) -> np.ndarray:
+    """The largest of all ranks' exact scores (n, W), row by row; W may differ between ranks."""
+    width = int(group.reduce(np.array([scores.shape[1]]), "MAX")[0])
+    largest = np.pad(scores, ((0, 0), (0, width - scores.shape[1])))
+    leads = np.ones(len(scores), bool)  # whose columns so far are those of the largest
+    for column in range(width):
+        top = group.reduce(np.where(leads, largest[:, column], -np.inf), "MAX")
+        leads &= largest[:, column] == top
+        largest[:, column] = top
+    return largest
 
 
 def _places(items: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -135,7 +135,16 @@ class Embeddings:
 
 def _as_float32(values: Any, name: str) -> np.ndarray:
     if isinstance(values, torch.Tensor):
+        if values.is_complex() or values.is_quantized or values.dtype == torch.bool or values.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor of real numbers, got {values.dtype}, {values.layout}")
         return np.ascontiguousarray(values.detach().to("cpu", torch.float32).numpy())
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got one; fill or leave out what it hides")
+    if hasattr(values, "columns"):
+        raise TypeError(
+            f"{name}: expected an array, got a table with the columns {', '.join(map(str, values.columns))[:200]}; "
+            "pass those of the vector, for pandas as table[columns].to_numpy()"
+        )
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}")

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from rambo_plugins.evaluation.embeddings import Embeddings
 from rambo_plugins.evaluation.inputs import check_choice
+from rambo_plugins.evaluation.lists import settle
 from rambo_plugins.evaluation.plan import make_plan
-from rambo_plugins.evaluation.scores import METRICS
-from rambo_plugins.evaluation.search import as_devices, exactly, nearest
+from rambo_plugins.evaluation.scores import METRICS, PAIRS
+from rambo_plugins.evaluation.search import as_devices
+
+SPARE = 8  # neighbours beyond the last, so that a tie there is seen to end
 
 
 class ExactKNN:
     """The ``knn_func`` of pytorch-metric-learning's ``AccuracyCalculator``, exact, within bounded memory.
 
     ``knn_func(query, k, reference, ref_includes_query)`` finds the k references of the largest inner product, or the
-    smallest squared distance. Among the listed, scores are added up in float64 and the order is exact; at the end of a
-    list, float32 decides what is in it. Memory beyond the lists themselves, 12 bytes a neighbour, stays within
-    ``max_memory``. With ``ref_includes_query`` the first references are the queries and each leaves itself out, by its
-    row.
+    smallest squared distance, exactly as for ``recall_at_k``; equal ones are listed by their number. Memory beyond the
+    lists themselves, 12 bytes a neighbour, stays within ``max_memory``. With ``ref_includes_query`` the first
+    references are the queries and each leaves itself out, by its row.
 
     Args:
         metric: "inner_product" or "l2", which is the host's default.
@@ -87,12 +89,42 @@ def find_neighbours(
     ``own``, (B,): the gallery row that is the query itself and left out, −1 where there is none. A list that has no k
     others ends in −inf and −1.
     """
-    plan = make_plan(query, gallery, max_memory, k + 1, devices)
     k = min(k, gallery.num)
+    length = min(k + SPARE, gallery.num)
+    plan = make_plan(query, gallery, max_memory, length + 1, devices)
     scores, rows = np.empty((len(at), k), np.float32), np.empty((len(at), k), np.int64)
     for start in range(0, len(at), plan.queries):
         part = slice(start, start + plan.queries)
         taken = query.take(at[part])
-        _, found, _ = nearest(taken, own[part], gallery.blocks(plan.block), k, metric, devices)
-        scores[part], rows[part] = exactly(taken, found, gallery.blocks(plan.block), metric)
+        asked = _Nearest(rows[part])
+        settle(asked, taken, own[part], gallery, length, metric, plan, devices)
+        scores[part] = _scores(taken, rows[part], gallery, plan.block, metric)
     return scores, rows
+
+
+class _Nearest:
+    """``Lists`` whose first k rows are written to ``rows``, (B, k) int64."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    def rounded(
+        self, some: np.ndarray, scores: np.ndarray, found: np.ndarray, whole: bool, tolerance: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(some), bool), np.full(len(some), self.rows.shape[1])
+
+    def exact(self, some: np.ndarray, levels: np.ndarray, found: np.ndarray, floor: np.ndarray) -> np.ndarray:
+        self.rows[some] = found[:, : self.rows.shape[1]]
+        return levels[:, self.rows.shape[1] - 1] > floor
+
+
+def _scores(query: np.ndarray, rows: np.ndarray, gallery: Embeddings, block: int, metric: str) -> np.ndarray:
+    """Inner products or negative squared distances of the listed, (B, k) float64, −inf for a row of −1."""
+    scores = np.full(rows.shape, -np.inf)
+    for start, items in gallery.blocks(block):
+        q, place = np.nonzero((rows >= start) & (rows < start + len(items)))
+        for at in range(0, len(q), PAIRS):
+            some = q[at : at + PAIRS], place[at : at + PAIRS]
+            a, b = query[some[0]].astype(np.float64), items[rows[some] - start].astype(np.float64)
+            scores[some] = (a * b).sum(axis=1) if metric == "inner_product" else -np.square(a - b).sum(axis=1)
+    return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -13,26 +14,26 @@ import numpy as np
 import torch
 
 from rambo_plugins.evaluation.counting import Queries, best_relevant, count_above
-from rambo_plugins.evaluation.embeddings import Embeddings, lengths
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
     check_choice,
     check_ks,
+    check_number,
+    check_seed,
 )
+from rambo_plugins.evaluation.lists import WIDE_BLOCK, settle
 from rambo_plugins.evaluation.plan import Plan, make_plan
 from rambo_plugins.evaluation.progress import bar
 from rambo_plugins.evaluation.result import RecallResult
-from rambo_plugins.evaluation.scores import METRICS, rounding
-from rambo_plugins.evaluation.search import as_devices, exactly, nearest
+from rambo_plugins.evaluation.scores import METRICS
+from rambo_plugins.evaluation.search import as_devices
 from rambo_plugins.evaluation.sides import Sides, as_sides
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
-from rambo_plugins.evaluation.work import WorkFolder, digest
+from rambo_plugins.evaluation.work import PARTS, WorkFolder, digest, digest_of_all
 
 LONE = ("exclude", "miss")
 METHODS = ("auto", "count", "search")
 SPARE = 8  # neighbours beyond the last that counts, so that a tie there is seen to end
-WIDE_BLOCK = 4096  # items at a time in float64
-GROWTH = 4  # of the lists of queries that a search leaves open; at least 2, which settles MAP@R
 
 logger = logging.getLogger("rambo_plugins")
 
@@ -65,8 +66,9 @@ def recall_at_k(
     counts as nearer: embeddings that are all alike score 0. MAP@R = mean over queries of
     (1/R) Σ rank⁺_i / rank_i over the relevant items with rank_i ≤ R, the number of relevant items (Musgrave et al.,
     ECCV 2020), rank_i = #{irrelevant, s ≥ s_i} + rank⁺_i; R-precision is the share of them with rank_i ≤ R. Scores are
-    those of the embeddings in float32; where the rounding of a matrix product could decide, each pair's is added up by
-    itself in float64, so identical items tie. The query itself is never its own neighbour.
+    those of the embeddings as float32 numbers, without rounding: where that of a matrix product could decide, by a
+    bound that holds for every order of summation, the pair's score is computed in float64 and, if need be, exactly. So
+    scores that are equal tie, and no others. The query itself is never its own neighbour.
 
     Args:
         query: (Q, D) array or tensor of any real dtype and device, a memory map, which is read in blocks, or an
@@ -92,7 +94,7 @@ def recall_at_k(
             512 MiB by default. It decides the sizes of blocks.
         device: where products are computed, or several of them, which share the gallery; the current CUDA device if
             there is one, else the CPU.
-        work: a folder for finished parts of the queries. The same call with the same folder goes on from them.
+        work: a folder for finished parts of the queries, new or empty, or of the same call, which goes on from them.
         progress: show a bar.
 
     Returns:
@@ -100,8 +102,8 @@ def recall_at_k(
 
     Raises:
         TypeError: a dtype that is none of the above; labels or ids of different kinds; a generator of blocks.
-        ValueError: shapes that do not fit, NaN or inf, a work folder of another evaluation, ``max_memory`` too small,
-            and other arguments out of range.
+        ValueError: shapes that do not fit, NaN or inf, a work folder of anything else or in use, ``max_memory`` too
+            small, and other arguments out of range.
 
     >>> import numpy as np
     >>> embeddings = np.array([[1.0, 0.0], [0.9, 0.1], [0.1, 0.9], [0.8, 0.2]])
@@ -118,8 +120,8 @@ def recall_at_k(
     check_choice(method, "method", METHODS)
     if map_at_r and method == "count":
         raise ValueError("method: expected 'search' or 'auto' with map_at_r, got 'count'")
-    if sample is not None and (not isinstance(sample, int) or sample < 1):
-        raise ValueError(f"sample: expected a positive number of queries, got {sample!r}")
+    sample = None if sample is None else check_number(sample, "sample", "a positive number of queries")
+    seed = check_seed(seed)
     devices = as_devices(device)
     limit = ks[-1]
 
@@ -140,8 +142,12 @@ def recall_at_k(
     pessimistic = np.full(num_queries, limit + 1)
     optimistic = pessimistic.copy()
     average_precision, precision = np.zeros((2, num_queries))
-    folder = None if work is None else WorkFolder(work, _described(problem, searched, counting, plan))
-    with bar(progress, "recall", len(searched) * num_gallery, "pair") as report:
+    used = (
+        contextlib.nullcontext()
+        if work is None
+        else WorkFolder(work, PARTS, lambda: _described(problem, searched, counting, plan, progress))
+    )
+    with used as folder, bar(progress, "recall", len(searched) * num_gallery, "pair") as report:
         for part, start in enumerate(range(0, len(searched), plan.queries)):
             at = searched[start : start + plan.queries]
             found = None if folder is None else folder.load(part, len(at))
@@ -200,59 +206,62 @@ def _search(
     report: Callable[[int], object],
 ) -> list[np.ndarray]:  # fmt: skip
     """The same ranks, and average precision and precision at R if asked, from lists of neighbours."""
-    rows, codes, own, r = (
-        problem.query.take(at),
-        problem.query_codes[at],
-        problem.own_rows[at],
-        problem.num_relevant[at],
-    )
-    size = lengths(rows)
-    outcome = np.zeros((4, len(at)))
-    pending = np.arange(len(at))
-    exact = False  # one fast search of all queries, then slower ones in float64 of those whose outcome it left open
-    while len(pending):
-        length = min(length, problem.gallery.num)
-        whole = length == problem.gallery.num
-        left_open = []
-        batch = max(1, plan.queries if not exact else plan.queries * 64 // length)
-        for first in range(0, len(pending), batch):
-            some = pending[first : first + batch]
-            blocks = problem.gallery.blocks(min(plan.block, WIDE_BLOCK) if exact else plan.block)
-            told = report if not exact else lambda pairs: None
-            scores, found, largest = nearest(
-                rows[some], own[some], blocks, length, problem.metric, devices, told, wide=exact
-            )
-            tolerance = rounding(size[some], largest, problem.metric, np.float64 if exact else np.float32)
-            floor = np.full(len(some), -np.inf) if whole else scores[:, -1].astype(np.float64)
-            if exact:
-                floor += tolerance
-                scores, found = exactly(rows[some], found, problem.gallery.blocks(plan.block), problem.metric)
-            relevant = (problem.gallery_codes[found] == codes[some, None]) & (found >= 0)
-            pessimistic, optimistic, settled = first_ranks(scores, relevant, floor, problem.limit)
-            outcome[:2, some] = pessimistic, optimistic
-            needed = np.minimum(optimistic, problem.limit)
-            if problem.map_at_r:
-                outcome[2:, some] = precisions_at_r(scores, relevant, r[some])
-                needed = np.maximum(needed, r[some])
-            if not exact:
-                settled = certain(scores, relevant, whole, needed, tolerance)
-            elif problem.map_at_r and not whole:
-                settled &= scores[np.arange(len(some)), needed - 1] > floor
-            left_open.append(some[~settled])
-        pending = np.concatenate(left_open)
-        length, exact = GROWTH * length if exact else length, True
-    return list(outcome[: 4 if problem.map_at_r else 2])
+    asked = _Outcomes(problem, at)
+    rows = problem.query.take(at)
+    settle(asked, rows, problem.own_rows[at], problem.gallery, length, problem.metric, plan, devices, report)
+    return list(asked.outcome[: 4 if problem.map_at_r else 2])
 
 
-def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan) -> dict[str, object]:
-    """What decides the outcome of the parts. Of embeddings, 64 rows are looked at."""
+class _Outcomes:
+    """``Lists`` that give each query its ranks, average precision and precision at R: ``outcome``, (4, B)."""
 
-    def some(rows: Embeddings) -> str:
-        return digest(rows.take(np.unique(np.linspace(0, rows.num - 1, 64).astype(np.int64))))
+    def __init__(self, problem: _Problem, at: np.ndarray) -> None:
+        self.problem = problem
+        self.codes, self.r = problem.query_codes[at], problem.num_relevant[at]
+        self.outcome = np.zeros((4, len(at)))
 
+    def rounded(
+        self, some: np.ndarray, scores: np.ndarray, found: np.ndarray, whole: bool, tolerance: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        floor = np.full(len(some), -np.inf) if whole else scores[:, -1]
+        relevant, _, needed = self._judge(some, scores, found, floor)
+        return certain(scores, relevant, whole, needed, tolerance), needed
+
+    def exact(self, some: np.ndarray, levels: np.ndarray, found: np.ndarray, floor: np.ndarray) -> np.ndarray:
+        _, settled, needed = self._judge(some, levels, found, floor)
+        if self.problem.map_at_r:
+            settled &= levels[np.arange(len(some)), needed - 1] > floor
+        return settled
+
+    def _judge(
+        self, some: np.ndarray, scores: np.ndarray, found: np.ndarray, floor: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which of the listed are relevant; whether the ranks are settled; how many of the nearest matter."""
+        limit = self.problem.limit
+        relevant = (self.problem.gallery_codes[found] == self.codes[some, None]) & (found >= 0)
+        pessimistic, optimistic, settled = first_ranks(scores, relevant, floor, limit)
+        self.outcome[:2, some] = pessimistic, optimistic
+        needed = np.minimum(optimistic, limit)
+        if self.problem.map_at_r:
+            self.outcome[2:, some] = precisions_at_r(scores, relevant, self.r[some])
+            needed = np.maximum(needed, self.r[some])
+        return relevant, settled, np.minimum(needed, scores.shape[1])
+
+
+def _described(
+    problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan, progress: bool
+) -> dict[str, object]:
+    """What decides the outcome of the parts."""
+    size = min(plan.block, WIDE_BLOCK)
+    query = digest_of_all(problem.query, size, progress)
+    among_themselves = problem.gallery is problem.query
     return {
-        "query": [problem.query.num, problem.query.dim, some(problem.query)],
-        "gallery": [problem.gallery.num, problem.gallery.dim, some(problem.gallery)],
+        "query": [problem.query.num, problem.query.dim, query],
+        "gallery": [
+            problem.gallery.num,
+            problem.gallery.dim,
+            query if among_themselves else digest_of_all(problem.gallery, size, progress),
+        ],
         "labels and ids": digest(problem.query_codes, problem.gallery_codes, problem.own_rows),
         "sampled queries": digest(searched),
         "metric": problem.metric,

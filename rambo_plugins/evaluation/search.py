@@ -12,9 +12,7 @@ import torch
 
 from rambo_plugins.evaluation.embeddings import lengths
 from rambo_plugins.evaluation.scores import (
-    Items,
     check_range,
-    exact_scores_of_pairs,
     full_precision,
     in_steps,
     item_part,
@@ -104,9 +102,17 @@ def as_devices(device: str | torch.device | Sequence[str | torch.device] | None)
     if not listed:
         raise ValueError("device: expected at least one, got none")
     try:
-        return [torch.device(one) for one in listed]
+        devices = [torch.device(one) for one in listed]
     except RuntimeError as error:
         raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
+    for one in devices:
+        try:
+            torch.zeros(1, device=one).cpu()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (AssertionError, RuntimeError) as error:  # torch's ways to say that there is none
+            raise ValueError(f"device: {one} cannot be used here: {str(error).splitlines()[0]}") from error
+    return devices
 
 
 def _by_faiss(query: np.ndarray, items: np.ndarray, k: int, metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +125,7 @@ def _by_torch(
 ) -> tuple[np.ndarray, np.ndarray]:
     scores = np.empty((len(query), k), np.float32 if dtype == torch.float32 else np.float64)
     rows = np.empty((len(query), k), np.int64)
-    on_device = item_part(to_device(items, device).to(dtype), metric)
+    on_device = item_part(items, metric, device, dtype)
 
     def search(part: slice) -> None:
         mine = to_device(query[part], device).to(dtype)
@@ -131,15 +137,3 @@ def _by_torch(
 
     in_steps(search, len(query), max(1, _SCORES // len(items)), device)
     return scores, rows
-
-
-def exactly(
-    query: np.ndarray, rows: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]], metric: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The lists again, with scores added up in float64 for each pair by itself, and in their order: (B, L) each."""
-    scores = np.full(rows.shape, -np.inf)
-    for start, block in blocks:
-        q, place = np.nonzero((rows >= start) & (rows < start + len(block)))
-        scores[q, place] = exact_scores_of_pairs(query, Items(block), q, rows[q, place] - start, metric)
-    order = np.argsort(-scores, axis=1, kind="stable")
-    return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rambo_plugins.core.distributed import num_processes
 from rambo_plugins.folders import OwnFolder
+from rambo_plugins.pml.datasets import RetrievalImages, check_images
 from rambo_plugins.retrieval import checkpoint
 from rambo_plugins.retrieval.arguments import parse_arguments
 from rambo_plugins.retrieval.data import DRAWN, Data, describe, load_data
@@ -127,10 +128,9 @@ def _test(args: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
 def _load(args: argparse.Namespace) -> Data:
     data = load_data(args)
     if args.check_images and first():
-        from rambo_plugins.pml.datasets import check_images  # type: ignore[attr-defined,unused-ignore]
-
         for images in (data.train, *data.test.values()) if args.evaluate_only is None else data.test.values():
-            check_images(images, workers=args.workers, progress=not args.quiet)
+            if isinstance(images, RetrievalImages):  # others were drawn, and are in memory
+                check_images(images, workers=args.workers, progress=not args.quiet)
     return data
 
 
