@@ -220,7 +220,7 @@ def test_a_checkpoint_whose_parameters_are_of_another_network_is_refused(checkpo
 def test_check_images_looks_at_all_before_the_first_step(checkpoints, images, tmp_path, capsys, monkeypatch):
     looked = []
 
-    def check(split, *, progress=False):
+    def check(split, *, workers=0, progress=False):
         looked.append((len(split), progress))
         if len(looked) == 2:
             raise ValueError("a.png, b.png: damaged")
@@ -240,6 +240,19 @@ def test_check_images_looks_at_all_before_the_first_step(checkpoints, images, tm
     ]
     assert main([*options, *test]) == 0
     assert looked == [(16, False), (16, False), (16, True)]  # without --quiet: with a bar
+
+
+def test_all_damaged_images_are_named_before_the_first_step(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.Run, "_train_step", lambda *_: pytest.fail("trained"))
+    root = shutil.copytree(images, tmp_path / "images")
+    options = [*SMALL, "--data", "folder", "--root", str(root), "--out", str(tmp_path / "run"), "--check-images"]
+    bad = data.load_data(parse_arguments(options)).train.paths[1:9:4]
+    for path in bad:
+        with open(path, "r+b") as file:
+            file.truncate(60)
+    assert main(options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(path in line for path in bad)
 
 
 def test_a_test_of_nothing_is_refused(images, tmp_path, capsys):

@@ -130,7 +130,7 @@ def _load(args: argparse.Namespace) -> Data:
     if args.check_images and first():
         for images in (data.train, *data.test.values()) if args.evaluate_only is None else data.test.values():
             if isinstance(images, RetrievalImages):  # others were drawn, and are in memory
-                check_images(images, progress=not args.quiet)
+                check_images(images, workers=args.workers, progress=not args.quiet)
     return data
 
 

@@ -240,6 +240,8 @@ class Run:
         entry |= {"seconds": self.seconds, "steps_with_gradient": moved}
         self.history.append(entry)
         self.seconds = 0.0
+        if self.rank == 0:  # before what may fail
+            tqdm.write(f"epoch {epoch}: loss {mean:.4f}  {shown(figures)}")
         if self.best is entry:
             self._save("best.pt")
         self._save("checkpoint.pt")
@@ -250,8 +252,6 @@ class Run:
             for name, value in figures.items():
                 if value is not None:
                     self.logs.add_scalar(name, value, self.step)
-        if self.rank == 0:
-            tqdm.write(f"epoch {entry['epoch']}: loss {mean:.4f}  {shown(figures)}")
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.net, "optimizer": self.optimizer, "scaler": self.scaler, "loss": self.loss_fn}
