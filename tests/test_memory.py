@@ -308,3 +308,24 @@ def test_gathered_over_two_processes_it_has_the_gradient_of_one_big_batch(tmp_pa
     for rank in range(WORLD):
         for grad, whole in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
             torch.testing.assert_close(grad, whole)
+
+
+def test_a_model_with_a_memory_goes_through_the_state_dicts_of_distributed_checkpoints():
+    """FSDP and DeepSpeed's users save by these functions, which look each entry up in its module."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    def model():
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "memory": ScoreMemory(2)})
+
+    filled, fresh = model(), model()
+    batches = [torch.arange(3.0) + 10 * step for step in range(3)]
+    for step, batch in enumerate(batches):
+        filled["memory"].push(batch, torch.full((3,), step))
+    saved = get_model_state_dict(filled)
+    assert set(saved) == set(filled.state_dict())
+    set_model_state_dict(fresh, saved)
+    found = fresh["memory"].contents()
+    assert found[0].tolist() == [*batches[1].tolist(), *batches[2].tolist()]
+    assert found[1].tolist() == [1, 1, 1, 2, 2, 2]
+    with pytest.raises(AttributeError, match="no attribute 'field2'"):
+        filled["memory"].field2  # noqa: B018

@@ -140,6 +140,14 @@ class ScoreMemory(nn.Module):
         self._slots = [tuple(fn(tensor) for tensor in slot) for slot in self._slots]
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Entries of the state dict by their names, by which ``torch.distributed.checkpoint`` looks them up."""
+        if name in ("pushes", "lengths") or name.removeprefix("field").isdecimal():
+            state = self.state_dict()
+            if name in state:
+                return state[name]
+        return super().__getattr__(name)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.batches:
