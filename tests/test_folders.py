@@ -58,6 +58,16 @@ def test_a_file_of_the_users_is_not_overwritten(tmp_path, act):
     assert (tmp_path / "mine.txt").read_text() == "theirs"
 
 
+def test_a_file_that_another_library_named_is_adopted_and_removed_with_ours(tmp_path):
+    folder = OwnFolder(tmp_path / "run", "a run")
+    (tmp_path / "run/tensorboard").mkdir()
+    for name in ("events.ours", "events.theirs"):
+        (tmp_path / "run/tensorboard" / name).write_text("curves")
+    folder.adopt("tensorboard/events.ours")
+    OwnFolder(tmp_path / "run", "a run").remove()
+    assert [path.name for path in (tmp_path / "run/tensorboard").iterdir()] == ["events.theirs"]
+
+
 def test_removing_leaves_what_is_not_on_the_list(tmp_path):
     folder = OwnFolder(tmp_path / "run", "a run")
     for name in ("a.pt", "sub/b.pt", "gone/c.pt"):
