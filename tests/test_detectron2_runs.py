@@ -307,7 +307,7 @@ def test_the_node_is_added_once_and_misspelt_keys_are_errors(tmp_path):
 
 
 def test_labels_of_no_class_and_other_numbers_of_proposals_are_refused():
-    layers = predictor(map_weight=0.0)
+    layers = predictor(aux_ce_weight=1.0)
     logits, deltas, boxes = proposals()
     for wrong in (-1, NUM_CLASSES + 1):
         boxes[0].gt_classes[3] = wrong
