@@ -32,7 +32,7 @@ ALLOWED = {  # what each part may import besides the standard library and itself
 
 
 # For whoever writes files, of the standard library alone; for whoever reads images, of numpy and Pillow.
-SHARED = {"rambo_plugins.folders", "rambo_plugins.images"}
+SHARED = {"rambo_plugins.command_line", "rambo_plugins.folders", "rambo_plugins.images"}
 
 
 def imports_of(path):

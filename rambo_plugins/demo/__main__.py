@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from rambo_plugins.command_line import Parser
 from rambo_plugins.demo.data import SPLITS, load_split
 from rambo_plugins.demo.identity import Settings
 from rambo_plugins.demo.report import draw_curves, draw_neighbours, markdown_table, metrics
@@ -31,24 +32,26 @@ from rambo_plugins.folders import OwnFolder
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     defaults = Settings()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m rambo_plugins.demo",
         description="Train RaMBO and losses of pytorch-metric-learning on real images, test on classes never seen.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,  # --seed is not --seeds
     )
-    parser.add_argument("--data", choices=SPLITS, default=defaults.data)
+    parser.add_argument("--data", choices=SPLITS, default=defaults.data, help="letters in the typefaces of matplotlib, "
+                        "those of Omniglot's archives, or the digits of scikit-learn")  # fmt: skip
     parser.add_argument("--root", type=Path, help="folder of the Omniglot archives, for --data omniglot")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=DEFAULT_LOSSES, metavar="LOSS",
                         help=f"of {', '.join(LOSSES)}")  # fmt: skip
     parser.add_argument("--seeds", type=_positive, default=3, help="how many")
-    parser.add_argument("--epochs", type=_positive, default=defaults.epochs)
+    parser.add_argument("--epochs", type=_positive, default=defaults.epochs, help="each ends with a test")
     parser.add_argument("--steps", type=_positive, default=defaults.steps, help="steps an epoch")
-    parser.add_argument("--learning-rate", type=_rate, default=defaults.learning_rate)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--learning-rate", type=_rate, default=defaults.learning_rate, help="of Adam")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a folder of its own for what is written")
+    parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu, cuda, cuda:1")  # fmt: skip
     parser.add_argument("--threads", type=_positive, default=torch.get_num_threads(), help="of the CPU")
-    parser.add_argument("--fresh", action="store_true", help="start over, whatever --out holds of these runs")
+    parser.add_argument("--fresh", action="store_true", help="start over; the runs that --out holds are kept in "
+                        "its folder old until the new ones are finished")  # fmt: skip
     args = parser.parse_args(arguments)
     if args.root is not None and args.data != "omniglot":
         parser.error(f"--root: expected with --data omniglot alone, got --data {args.data}, which brings its images")

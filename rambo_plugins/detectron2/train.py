@@ -95,7 +95,7 @@ def _refuse(line: str) -> NoReturn:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = default_argument_parser(epilog=__doc__)
+    parser = default_argument_parser(epilog=str(__doc__).replace("``", ""))
     parser.prog = "python -m rambo_plugins.detectron2.train"
     parser.error = _refuse
     parser.add_argument(
@@ -107,7 +107,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.config_file:
         raise ToMend("--config-file is required")
     if not Path(args.config_file).is_file():
-        with to_mend("--config-file, which is no file here", RuntimeError):
+        with to_mend(f"--config-file: no such file: {args.config_file}; and", RuntimeError):
             args.config_file = model_zoo.get_config_file(args.config_file)
     return args
 

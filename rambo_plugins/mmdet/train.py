@@ -16,6 +16,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner, find_latest_checkpoint
 
 import rambo_plugins.mmdet  # noqa: F401  registers RamboLoss, also for configs without custom_imports
+from rambo_plugins.command_line import Parser
 
 STARTED_BY = {"pytorch": ("RANK", "torchrun"), "slurm": ("SLURM_PROCID", "srun"),
               "mpi": ("OMPI_COMM_WORLD_RANK", "mpirun")}  # fmt: skip
@@ -114,7 +115,7 @@ def _check_file(parser: argparse.ArgumentParser, option: str, name: str) -> None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rambo_plugins.mmdet.train", description=__doc__)
+    parser = Parser(prog="python -m rambo_plugins.mmdet.train", description=str(__doc__).replace("``", ""))
     parser.add_argument("config", help="the config file")
     parser.add_argument("--work-dir", help="folder of the logs and checkpoints; default: work_dirs/CONFIG")
     parser.add_argument(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rambo_plugins.command_line import Parser
 from rambo_plugins.pml import PAPER_PRESETS
 from rambo_plugins.retrieval.data import DRAWN
 from rambo_plugins.retrieval.processes import expected_processes
@@ -92,14 +93,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m rambo_plugins.retrieval",
         usage="%(prog)s --data NAME [--root FOLDER] [--loss NAME] [options]; --help lists them",
         description="Train a network for image retrieval and measure Recall@K on classes never seen. Started again "
         "with the same arguments, it goes on from the last checkpoint. torchrun starts it on several processes. What "
         "is in (brackets) holds for what is not given, unless --data or --preset has a recipe that says otherwise.",
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
     data.add_argument("--data", choices=DATA, required=True, help="folder: your own images, a folder for each class")

@@ -187,7 +187,7 @@ def load_file(path: Path, what: str, option: str = "") -> Any:
         raise ValueError(f"{option}{path}: no such {what}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         said = str(error).splitlines()[0]
-        if "weights_only" in said:  # torch advises to run whatever the file says
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to run whatever the file says
             said = "torch did not save it, or it holds more than tensors and plain values"
         raise ValueError(f"{option}{path} cannot be read as a {what}: {said}") from error
 
