@@ -290,8 +290,10 @@ def test_a_full_disk_is_said_in_a_line_and_costs_no_finished_work(name, tmp_path
         patch.setattr(Path, "write_bytes", full)
         patch.setattr(Path, "write_text", full)
         assert main([*QUICK, "--out", str(tmp_path)]) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    said = capsys.readouterr()
+    (error,) = [line for line in said.err.splitlines() if line.startswith("error")]
     assert "No space left on device" in error
+    assert ("| fastap |" in said.out) == (name != "fastap-0.pt")  # the figures are shown before they are written
     assert not (tmp_path / name).exists()
     assert not list(tmp_path.rglob(".unfinished*"))
     saved = torch.load(tmp_path / "checkpoints" / "fastap-0.pt", weights_only=True)

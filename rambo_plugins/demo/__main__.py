@@ -126,6 +126,11 @@ def _run(args: argparse.Namespace) -> None:
 
     runs.sort(key=lambda run: args.losses.index(run.loss_name))
     outcome = metrics(runs, args.threads)
+    print(f"\nOn classes never seen, %, mean ± standard deviation over {args.seeds} seed(s):\n")
+    print(markdown_table(outcome["summary"]))
+    pixels = outcome["raw_pixels"]
+    print(f"\nNearest neighbours by raw pixels: R@1 {100 * pixels['recall_at_1']:.1f}", end=", ")
+    print(f"MAP@R {100 * pixels['mean_average_precision_at_r']:.1f}.", flush=True)
     text = json.dumps(outcome, indent=1, allow_nan=False) + "\n"
     with folder.writing("metrics.json") as path:
         path.write_text(text, encoding="utf-8")
@@ -135,11 +140,6 @@ def _run(args: argparse.Namespace) -> None:
         draw_neighbours(runs[0], path)
     if old := _old(folder):
         folder.remove(*old)
-    print(f"\nOn classes never seen, %, mean ± standard deviation over {args.seeds} seed(s):\n")
-    print(markdown_table(outcome["summary"]))
-    pixels = outcome["raw_pixels"]
-    print(f"\nNearest neighbours by raw pixels: R@1 {100 * pixels['recall_at_1']:.1f}", end=", ")
-    print(f"MAP@R {100 * pixels['mean_average_precision_at_r']:.1f}.")
     print(f"\n{folder.path}: {', '.join(OUTPUTS)}, checkpoints/")
 
 
