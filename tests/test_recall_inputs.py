@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("faiss")
@@ -21,6 +21,8 @@ STRINGS = st.one_of(st.text(max_size=3), st.text(max_size=3).map(np.str_))
 NEITHER = st.one_of(st.booleans(), st.floats(), st.none(), st.binary(max_size=2), st.floats().map(np.float32))
 
 
+@example(["", b"\x80"], False)
+@example([1, [2, 3]], False)
 @settings(max_examples=200, deadline=None)
 @given(
     values=st.one_of(

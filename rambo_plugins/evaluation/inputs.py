@@ -20,7 +20,11 @@ def as_keys(values: ArrayLike, name: str, length: int | None = None) -> np.ndarr
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name}: expected integers or strings, got dtype {values.dtype}")
         values = values.detach().cpu().numpy()
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # bytes beside strings, lists of unequal length
+        array = np.empty(len(values), object)
+        array[:] = values
     if array.ndim != 1:
         raise ValueError(f"{name}: expected shape ({'N' if length is None else length},), got shape {array.shape}")
     if length is not None and len(array) != length:
