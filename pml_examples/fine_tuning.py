@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from rambo_plugins.evaluation import recall_at_k
 from rambo_plugins.pml import RamboRecallLoss
-from rambo_plugins.pml.datasets import read_folders, test_transform, train_transform
+from rambo_plugins.pml.datasets import check_images, read_folders, test_transform, train_transform
 from rambo_plugins.pml.samplers import SuperLabelBatchSampler
 from rambo_plugins.retrieval.models import build_net
 
@@ -21,6 +21,8 @@ from rambo_plugins.retrieval.models import build_net
 def main(folder: str, steps: int, weights: str, size: int, batch_size: int) -> None:
     torch.manual_seed(0)
     train_set, test_set = read_folders(folder)
+    for images in (train_set, test_set):
+        check_images(images, workers=2)  # a damaged file ends the script here, and not after an hour
     train_set.transform = train_transform(size, resize=size * 8 // 7)
     test_set.transform = test_transform(size, resize=size * 8 // 7)
     sampler = SuperLabelBatchSampler(train_set.labels, batch_size=batch_size, images_per_class=4)
@@ -47,8 +49,8 @@ def main(folder: str, steps: int, weights: str, size: int, batch_size: int) -> N
         embeddings = torch.cat([net(images) for images, _ in DataLoader(test_set, batch_size=64, num_workers=2)])
     embeddings = torch.nn.functional.normalize(embeddings)
     print(recall_at_k(embeddings, test_set.labels, ks=(1, 2, 4, 8)))
-    nearest = (embeddings[0] @ embeddings.T).argsort(descending=True)[1:4].tolist()
-    print(f"nearest to {test_set.paths[0]}: {', '.join(test_set.paths[i] for i in nearest)}")
+    others = (embeddings[1:] @ embeddings[0]).argsort(descending=True)[:3] + 1  # without the image itself
+    print(f"nearest to {test_set.paths[0]}: {', '.join(test_set.paths[i] for i in others)}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class OwnFolder:
                 raise ValueError(f"{self.path}: expected a folder for {purpose}, got one for {found['purpose']}")
             self.names = set(found["files"])
             return
-        others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        others = sorted(names - {_unfinished(self.path / LIST).name})  # which a kill has left, before anything else
         if others:
             shown = ", ".join(map(ascii, others[:3])) + (", …" if len(others) > 3 else "")
             raise ValueError(
@@ -68,6 +69,17 @@ class OwnFolder:
             self.names.add(name)
             self._save()
         return path
+
+    def adopt(self, name: str) -> None:
+        """Lists a file that was just made for us, by a writer that chooses names itself.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not (self.path / name).is_file():
+            raise ValueError(f"{self.path / name}: expected a file that was just written")
+        self.names.add(name)
+        self._save()
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Path]:
@@ -112,8 +124,10 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         raise
 
 

@@ -205,17 +205,24 @@ def test_two_whole_renderings_are_equal(glyphs: Glyphs) -> None:
     assert_same_glyphs(glyphs_module._render_all(), glyphs)
 
 
-@pytest.mark.parametrize("damage", ["garbage", "truncated", "empty", "flipped", "other arrays", "short labels"])
-def test_a_damaged_cache_is_rendered_anew(
+@pytest.mark.parametrize(
+    "damage", ["garbage", "truncated", "empty", "flipped", "other arrays", "other labels", "of other versions"]
+)
+def test_a_cache_that_is_damaged_or_not_ours_is_left_alone_and_done_without(
     tmp_path: Path, cache: Path, glyphs: Glyphs, quick: list[int], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, good = cache_path(tmp_path), cache_path(cache).read_bytes()
     middle = len(good) // 2
+    with np.load(cache_path(cache)) as stored:
+        arrays = dict(stored)
     if damage == "other arrays":
         np.savez(path, images=glyphs.images)
-    elif damage == "short labels":
-        arrays = {name: np.asarray(getattr(glyphs, name)) for name in glyphs_module.STORED}
-        np.savez(path, **arrays | {"labels": glyphs.labels[:-1]})
+    elif damage == "other labels":
+        np.savez(path, **arrays | {"labels": glyphs.labels[::-1]})
+    elif damage == "of other versions":
+        other = path.with_name("glyphs-0123456789abcdef.npz")
+        glyphs_module._write(other, glyphs)
+        other.rename(path)
     else:
         content = {
             "garbage": b"not an archive",
@@ -224,14 +231,52 @@ def test_a_damaged_cache_is_rendered_anew(
             "flipped": good[:middle] + bytes(64) + good[middle + 64 :],
         }
         path.write_bytes(content[damage])
-    with caplog.at_level(logging.WARNING, "rambo_plugins"):
-        assert_same_glyphs(load_glyphs(tmp_path), glyphs)
-    assert len(quick) == 1
-    assert "is damaged" in caplog.text
+    before = path.read_bytes()
+    for start in (1, 2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "rambo_plugins"):
+            assert_same_glyphs(load_glyphs(tmp_path), glyphs)
+        assert len(quick) == start
+        assert "is damaged, or not ours: rendering the letters anew; delete it" in caplog.text
+        assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, before)]
+    path.unlink()
     caplog.clear()
-    assert_same_glyphs(load_glyphs(tmp_path), glyphs)
-    assert len(quick) == 1
+    for _ in range(2):
+        assert_same_glyphs(load_glyphs(tmp_path), glyphs)
+    assert len(quick) == 3
     assert not caplog.text
+
+
+def test_a_link_to_nothing_in_place_of_the_cache_is_left_alone(tmp_path: Path, quick: list[int]) -> None:
+    cache_path(tmp_path).symlink_to(tmp_path / "nowhere")
+    load_glyphs(tmp_path)
+    assert os.readlink(cache_path(tmp_path)) == str(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_cache_that_another_process_has_written_meanwhile_stays(
+    tmp_path: Path, glyphs: Glyphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render_all() -> Glyphs:
+        cache_path(tmp_path).write_bytes(b"theirs")
+        return glyphs
+
+    monkeypatch.setattr(glyphs_module, "_render_all", render_all)
+    load_glyphs(tmp_path)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(cache_path(tmp_path).name, b"theirs")]
+
+
+def test_a_full_disk_leaves_no_half_cache(
+    tmp_path: Path, glyphs: Glyphs, quick: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: io.BufferedWriter, **arrays: np.ndarray) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    assert_same_glyphs(load_glyphs(tmp_path), glyphs)
+    assert "No space left on device" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_flipped_byte_gets_through(
@@ -369,8 +414,8 @@ def test_omniglot_errors_name_what_is_wrong(tmp_path: Path) -> None:
 
     png = korean / "character02" / "0001_01.png"
     for content, message in (
-        (drawing(0)[:-40], "is damaged"),
-        (b"text", "is damaged"),
+        (drawing(0)[:-40], "cannot be read as an image"),
+        (b"text", "cannot be read as an image"),
         (drawing(0, size=50), r"got \(50, 50\) pixels, expected 105 × 105"),
     ):
         png.write_bytes(content)
@@ -389,6 +434,40 @@ def test_omniglot_errors_name_what_is_wrong(tmp_path: Path) -> None:
     korean.rename(korean.with_name("Elvish"))
     with pytest.raises(ValueError, match=r"expected one folder named like Korean, got Balinese, .*Elvish"):
         load_split("omniglot", root=root)
+
+
+def test_drawings_of_16_bits_have_half_the_ink_at_half_the_grey(tmp_path: Path) -> None:
+    write_layout(tmp_path / "root", "folders", tmp_path)
+    before = load_split("omniglot", root=tmp_path / "root")[0].images
+    for file in (tmp_path / "root").rglob("*.png"):
+        grey = np.where(np.asarray(Image.open(file)), 65535, 65535 - 102 * 257).astype(np.uint16)
+        Image.fromarray(grey).save(file)
+    after = load_split("omniglot", root=tmp_path / "root")[0].images
+    assert (after - before * 102 / 255).abs().max() < 1.5 / 255
+
+
+def test_an_omniglot_of_other_counts_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_layout(tmp_path / "root", "folders", tmp_path)
+    load_split("omniglot", root=tmp_path / "root")
+    assert "10 characters of 3 to 3 drawings, but Omniglot has 136 of 20 in these alphabets" in caplog.text
+    assert "6 characters of 3 to 3 drawings, but Omniglot has 106 of 20 in these alphabets" in caplog.text
+
+
+def test_damage_inside_an_omniglot_archive_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_layout(root, "omniglot zips", tmp_path / "scratch")
+    archive, file = root / "omniglot_small1.zip", b"Balinese/character01/0001_00.png"
+    with zipfile.ZipFile(archive) as whole:
+        names = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as deflated:
+        for name, content in names.items():
+            deflated.writestr(name, content)
+    good = archive.read_bytes()
+    start = good.index(file) + len(file)
+    for place in range(start, start + 60, 7):
+        archive.write_bytes(good[:place] + bytes([good[place] ^ 255]) + good[place + 1 :])
+        with pytest.raises(ValueError, match=r"Balinese/character01/0001_00\.png is damaged: (Bad CRC-32|Error -3)"):
+            load_split("omniglot", root=root)
 
 
 def test_a_damaged_omniglot_archive_is_named(tmp_path: Path) -> None:
@@ -444,6 +523,24 @@ def test_an_unknown_name_lists_the_choices() -> None:
     with pytest.raises(ValueError, match="unknown data set 'mnist': expected one of glyphs, omniglot, digits"):
         load_split("mnist")
     assert SPLITS == ("glyphs", "omniglot", "digits")
+
+
+def test_the_digest_of_a_side_is_that_of_images_labels_and_names() -> None:
+    images, numbers, supers = np.zeros((3, 28, 28), np.uint8), np.array([0, 1, 1]), np.zeros(3, np.int64)
+    dot = images.copy()
+    dot[2, 5, 5] = 1
+
+    def digest(images: np.ndarray, numbers: np.ndarray, names: str = "ab", super_name: str = "c") -> str:
+        return ImageClasses(images, numbers, list(names), supers, [super_name]).digest
+
+    others = {
+        digest(dot, numbers),
+        digest(images, np.array([0, 0, 1])),
+        digest(images, numbers, names="ac"),
+        digest(images, numbers, super_name="d"),
+    }
+    assert digest(images, numbers) == digest(images.copy(), numbers.copy())
+    assert len(others | {digest(images, numbers)}) == 5
 
 
 def test_image_classes_checks_its_input() -> None:

@@ -1,10 +1,14 @@
 """The detection loss that the plugins share: against loops, its memory, its figures, its errors."""
 
+import copy
+import pickle
+
+import numpy as np
 import oracles
 import pytest
 import torch
 
-from rambo_plugins.core import average_precision_loss
+from rambo_plugins.core import average_precision_loss, check_nan, detection
 from rambo_plugins.core.detection import DetectionLoss
 
 NUM_CLASSES = 3
@@ -176,11 +180,88 @@ def test_a_resumed_loss_goes_on_as_the_one_that_was_not_interrupted():
     assert len(losses[0].memory) == len(losses[1].memory)
 
 
+def test_a_step_that_failed_and_is_repeated_is_remembered_once(monkeypatch):
+    loss_fn = DetectionLoss(memory=2, margin=0.3)
+    loss_fn(*boxes(0))
+    whole, calls = detection.rank_loss, []
+
+    def out_of_memory(*args, **kwargs):
+        calls.append(kwargs["margin"])
+        if len(calls) == 4:  # the last one of the step
+            raise torch.OutOfMemoryError("as a GPU would")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(detection, "rank_loss", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_fn(*boxes(1))
+    assert calls[-1] == 0.3
+    loss_fn(*boxes(1))
+    torch.testing.assert_close(loss_fn.memory.contents()[0], torch.cat([boxes(0)[0], boxes(1)[0]]).detach())
+
+
+def test_with_the_check_of_nan_off_boxes_with_nan_are_not_remembered():
+    loss_fn = DetectionLoss(memory=2)
+    scores, labels = boxes(0)
+    with torch.no_grad():
+        scores[3, 1] = scores[7, 0] = torch.nan
+    check_nan(False)
+    try:
+        loss_fn(scores, labels)
+    finally:
+        check_nan(True)
+    kept = [row for row in range(len(labels)) if row not in (3, 7)]
+    torch.testing.assert_close(loss_fn.memory.contents()[0], scores.detach()[kept])
+    torch.testing.assert_close(loss_fn.memory.contents()[1], labels[kept])
+
+
+def test_a_batch_with_nan_is_refused_and_not_remembered():
+    loss_fn = DetectionLoss(memory=2)
+    scores, labels = boxes(0)
+    with torch.no_grad():
+        scores[3, 1] = torch.nan
+    with pytest.raises(ValueError, match="1 NaN of 36"):
+        loss_fn(scores, labels)
+    assert len(loss_fn.memory) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loss_fn: pickle.loads(pickle.dumps(loss_fn))])
+def test_a_copy_goes_on_as_the_original_memory_included(copied):
+    loss_fn = DetectionLoss(memory=2, lambda_val=2.0, precision_loss="log")
+    loss_fn(*boxes(0))
+    assert copied(loss_fn)(*boxes(1)) == loss_fn(*boxes(1))
+
+
+@pytest.mark.parametrize("weights", [{}, {"map_weight": 0.0}, {"apc_weight": 0.0}])
+def test_a_lambda_that_moves_nothing_is_told_by_the_share_without_a_gradient(weights):
+    """Over the relevant items of the part that trains, by its own gradient."""
+    for lambda_val in (1e-12, 2.0, 1e6):
+        scores, labels = boxes(0, num=30)
+        loss_fn = DetectionLoss(memory=0, lambda_val=lambda_val, margin=0.3, **weights)
+        total(loss_fn(scores, labels)).backward()
+        share = float(loss_fn.statistics["share_zero_gradient"])
+        if len(weights):
+            relevant = scores.grad[torch.arange(30), labels.clamp(max=NUM_CLASSES - 1)][labels < NUM_CLASSES]
+            assert share == pytest.approx(float((relevant == 0).double().mean()))
+        assert (share == 1) == (lambda_val == 1e-12) == (not scores.grad.any())
+
+
+def test_numbers_of_numpy_are_numbers():
+    numbers = {"lambda_val": np.float32(4), "margin": np.float16(0.5), "map_weight": np.int64(2), "memory": np.int64(2)}
+    plain = {"lambda_val": 4.0, "margin": 0.5, "map_weight": 2, "memory": 2}
+    assert repr(DetectionLoss(**numbers)) == repr(DetectionLoss(**plain))
+    assert DetectionLoss(**numbers)(*boxes(0)) == DetectionLoss(**plain)(*boxes(0))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"lambda_val": 0.0}, "lambda_val must be a finite number > 0, got 0.0"),
         ({"margin": -1.0}, "margin must be a finite number >= 0"),
+        ({"lambda_val": np.float32("nan")}, "lambda_val must be a finite number > 0, got np.float32"),
+        ({"lambda_val": np.bool_(True)}, "lambda_val must be a finite number > 0"),
+        ({"lambda_val": 1e-31}, "lambda_val must lie between 1e-30 and 1e\\+30, got 1e-31"),
+        ({"lambda_val": 1.2e-30}, "lambda_val must lie between 1e-30"),  # of a part: a third or two thirds of it
+        ({"memory": 0, "memory_warmup": 2}, "memory_warmup needs memory > 0, got memory_warmup=2 and memory=0"),
         ({"memory": -1}, "memory must be an integer >= 0, got -1"),
         ({"map_weight": 0, "apc_weight": 0}, "map_weight or apc_weight must be > 0"),
         ({"apc_weight": -1}, "apc_weight must be a finite number >= 0"),
@@ -192,6 +273,12 @@ def test_errors_of_the_options(arguments, message):
         DetectionLoss(**arguments)
 
 
+@pytest.mark.parametrize("option", ["rank_plus_grad", "memory_gather"])
+def test_a_word_is_no_flag(option):
+    with pytest.raises(TypeError, match="must be True or False, got 'False'"):
+        DetectionLoss(**{option: "False"})
+
+
 @pytest.mark.parametrize(
     ("labels", "weights", "error", "message"),
     [
@@ -199,6 +286,17 @@ def test_errors_of_the_options(arguments, message):
         (torch.tensor([0.0, 1.0, 2.0]), None, TypeError, "labels must be an integer tensor, got torch.float32"),
         (torch.tensor([0, 1, 3]), None, ValueError, r"labels must be in \[0, 2\] for 2 classes.* got 0 to 3"),
         (torch.tensor([0, -1, 2]), None, ValueError, "got -1 to 2"),
+        (torch.tensor([0.0, torch.nan, 2.0]), None, TypeError, "labels must be an integer tensor, got torch.float32"),
+        ([0, 1, 2], None, TypeError, "labels must be an integer tensor, got list"),
+        (
+            torch.zeros(3, dtype=torch.int64, device="meta"),
+            None,
+            ValueError,
+            "labels must be on the device .* got meta",
+        ),
+        (torch.tensor([0, 1, 2]), [1, 1, 1], TypeError, "weights must be a tensor, got list"),
+        (torch.tensor([0, 1, 2]), torch.tensor([1, torch.nan, 0]), ValueError, "weights must be .* >= 0, got nan"),
+        (torch.tensor([0, 1, 2]), torch.tensor([1, -0.5, 0]), ValueError, "weights must be numbers >= 0, got -0.5"),
         (torch.tensor([0, 1, 2]), torch.ones(3, 2), ValueError, r"weights must have shape \(3,\)"),
     ],
 )

@@ -1,5 +1,6 @@
 """The detectron2 plugin, with real detectors on the CPU: values, heads, checkpoints, processes, launcher, configs."""
 
+import copy
 import json
 import logging
 import os
@@ -19,17 +20,20 @@ from detectron2 import model_zoo
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import LazyConfig, get_cfg, instantiate
 from detectron2.data import MetadataCatalog
+from detectron2.engine import DefaultPredictor
+from detectron2.export import TracingAdapter, scripting_with_instances
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_model
+from detectron2.modeling import GeneralizedRCNNWithTTA, build_model
 from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.roi_heads import FastRCNNOutputLayers
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
+from fvcore.nn.precise_bn import update_bn_stats
 
 from rambo_plugins.core import average_precision_loss
 from rambo_plugins.core.detection import DetectionLoss
 from rambo_plugins.detectron2 import RamboFastRCNNOutputLayers, RamboState, add_rambo_config
-from rambo_plugins.detectron2.train import PreciseVOCEvaluator
+from rambo_plugins.detectron2.evaluators import PreciseVOCEvaluator
 from rambo_plugins.detectron2.train import main as train_main
 
 ROOT = Path(__file__).parent.parent
@@ -379,6 +383,93 @@ def test_enabled_false_gives_detectron2s_own_predictor_back():
         torch.testing.assert_close(mine, theirs, msg=name)
 
 
+# --- detectron2's tools -----------------------------------------------------------------------------------------------
+
+FIELDS = {"proposal_boxes": Boxes, "objectness_logits": torch.Tensor, "pred_boxes": Boxes, "scores": torch.Tensor}
+FIELDS |= {"pred_classes": torch.Tensor}
+
+
+def detections(model, image):
+    with torch.no_grad():
+        return model.inference([{"image": image}], do_postprocess=False)[0]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("FPN", "softmax"), ("cascade", "sigmoid")])
+def test_a_traced_model_finds_the_same_in_images_of_another_size(kind, mode):
+    model = build_model(
+        config(kind, score_mode=mode, **({"test_temperature": 0.5} if mode == "sigmoid" else {}))
+    ).eval()
+    first, other = batch()[0]["image"], batch(seed=5)[0]["image"][:, :64, :112]
+    adapter = TracingAdapter(
+        model, [{"image": first}], lambda model, x: [{"instances": one} for one in model.inference(x, None, False)]
+    )
+    with torch.no_grad():
+        traced = torch.jit.trace(adapter.eval(), (first,), check_trace=False)
+        found = adapter.outputs_schema(traced(other))[0]["instances"]
+    expected = detections(model, other)
+    assert 0 < len(expected) != len(detections(model, first))
+    torch.testing.assert_close(found.scores, expected.scores)
+    torch.testing.assert_close(found.pred_boxes.tensor, expected.pred_boxes.tensor)
+
+
+def test_a_scripted_model_finds_the_same():
+    model = build_model(config()).eval()
+    scripted = scripting_with_instances(model, FIELDS)
+    image = batch(seed=5)[0]["image"][:, :96, :112]
+    found, expected = detections(scripted, image), detections(model, image)
+    assert len(expected) > 0
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
+def test_copies_and_pickles_of_a_model_go_on_as_it_does(tmp_path):
+    model = build_model(config("cascade", memory=2, lambda_val=3.0))
+    step(model)
+    torch.save(model, tmp_path / "model.pt")
+    copies = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
+    torch.manual_seed(1)
+    expected = step(model, data=batch(seed=1))[0]
+    for other in copies:
+        for mine, theirs in zip(predictors(model), predictors(other), strict=True):
+            assert mine.rank_loss is not theirs.rank_loss
+            assert len(mine.rank_loss.memory) == 2 * len(theirs.rank_loss.memory) > 0
+        torch.manual_seed(1)
+        assert step(other, data=batch(seed=1))[0] == expected
+
+
+def test_averaged_weights_and_batch_norms_statistics_leave_the_memory_alone():
+    model = build_model(config(memory=2))
+    step(model)
+    kept = len(predictors(model)[0].rank_loss.memory)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert averaged.state_dict().keys() == {"n_averaged", *(f"module.{name}" for name in model.state_dict())}
+    with torch.no_grad(), EventStorage():
+        update_bn_stats(model, [batch()], 1)
+    assert len(predictors(model)[0].rank_loss.memory) == len(predictors(averaged)[0].rank_loss.memory) == kept > 0
+
+
+@pytest.mark.parametrize("mode", ["sigmoid", "softmax"])
+def test_the_default_predictor_and_test_time_augmentation_give_detectron2s_scores(mode, tmp_path):
+    cfg = config(score_mode=mode)
+    DetectionCheckpointer(build_model(cfg), str(tmp_path)).save("model")
+    cfg.merge_from_list(
+        ["MODEL.WEIGHTS", str(tmp_path / "model.pth"), "DATASETS.TEST", (), "TEST.AUG.MIN_SIZES", (96,)]
+    )
+    stock = cfg.clone()
+    stock.merge_from_list(
+        ["MODEL.ROI_HEADS.NAME", "StandardROIHeads", "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE", mode == "sigmoid"]
+    )
+    image, found = batch()[0]["image"], []
+    for one in (cfg, stock):
+        predict = DefaultPredictor(one)
+        found.append(predict(image.permute(1, 2, 0).numpy())["instances"].scores)
+        with torch.no_grad():
+            augmented = GeneralizedRCNNWithTTA(one, predict.model)([{"image": image, "height": 128, "width": 128}])
+        found.append(augmented[0]["instances"].scores)
+    assert all(len(scores) > 0 for scores in found)
+    torch.testing.assert_close(found[:2], found[2:])
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +534,10 @@ def dataset_options(scenes, name):
     return [word for split, json_file in splits.items() for word in ("--dataset", split, json_file, scenes.images)]
 
 
+def saved_memory(state, process=0):
+    return state["trainer"]["hooks"]["RamboState"]["processes"][process]["roi_heads.box_predictor"]["rank_loss"]
+
+
 def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     cfg = config(aux_ce_weight=0.3)
     cfg.merge_from_list(
@@ -455,14 +550,14 @@ def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     results = train_main([*dataset_options(scenes, "yaml"), *command])
     assert 0 <= results["bbox"]["AP50"] <= 100
     state = torch.load(tmp_path / "run" / "model_0000001.pth", weights_only=False)
-    assert state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"] == 2
+    assert saved_memory(state)["memory.pushes"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.json").read_text().splitlines()]
     logged = {name for line in lines for name in line}
     assert {"rambo/loss_map", "rambo/ap_map", "fast_rcnn/fg_cls_accuracy", "loss_cls", "bbox/AP50"} <= logged
     resumed = train_main([*command, "--resume", "SOLVER.MAX_ITER", "5"])
     assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
     state = torch.load(tmp_path / "run" / "model_final.pth", weights_only=False)
-    assert (state["iteration"], state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"]) == (4, 5)
+    assert (state["iteration"], saved_memory(state)["memory.pushes"]) == (4, 5)
     weights = str(tmp_path / "run" / "model_final.pth")
     tested = train_main([*command, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", str(tmp_path / "test")])
     assert json.dumps(tested) == json.dumps(resumed)  # classes without an object have nan
@@ -476,13 +571,13 @@ def test_a_lazy_config_from_the_command_line(scenes, tmp_path):
         "model.roi_heads.num_classes=20", "train.init_checkpoint=''", f"train.output_dir={tmp_path}",
         "model.proposal_generator.post_nms_topk=[50,30]", "model.roi_heads.batch_size_per_image=16",
         "dataloader.train.mapper.augmentations.0.short_edge_length=[128]", "train.log_period=1",
-        "dataloader.test.mapper.augmentations.0.short_edge_length=128", "train.eval_period=2",
+        "dataloader.test.mapper.augmentations.0.short_edge_length=128", "train.eval_period=2", "train.device=cpu",
         *LAZY[path.name],
     ]  # fmt: skip
     results = train_main([*dataset_options(scenes, "lazy"), "--config-file", str(path), *overrides])
     assert 0 <= results["bbox"]["AP50"] <= 100
     state = torch.load(tmp_path / "model_final.pth", weights_only=False)
-    assert state["rambo"]["roi_heads.box_predictor"]["rank_loss"]["memory.pushes"] == 2
+    assert saved_memory(state)["memory.pushes"] == 2
     resumed = train_main(["--config-file", str(path), "--resume", *overrides, "train.max_iter=3"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "rambo/ap_map" in line] == [0, 1, 2]
@@ -490,35 +585,59 @@ def test_a_lazy_config_from_the_command_line(scenes, tmp_path):
     assert json.dumps(tested) == json.dumps(resumed)
 
 
-def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path):
-    command = [*dataset_options(scenes, "zoo"), "--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"]
-    command += [
-        "--eval-only",
-        "MODEL.WEIGHTS",
-        "",
-        "MODEL.ROI_HEADS.NAME",
-        "RamboROIHeads",
-        "DATASETS.TEST",
-        "('zoo_test',)",
+def refused(capsys, *command):
+    """The line on standard error that a command ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        train_main(list(command))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("error: ")]) == 1
+    assert said[-1].startswith("error: ")
+    return said[-1].removeprefix("error: ")
+
+
+def test_a_config_of_the_model_zoo_by_its_name(scenes, tmp_path, capsys):
+    cfg = get_cfg()
+    cfg.merge_from_file(model_zoo.get_config_file("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"))
+    thin = [
+        "MODEL.RESNETS.STEM_OUT_CHANNELS",
+        "8",
+        "MODEL.RESNETS.RES2_OUT_CHANNELS",
+        "32",
+        "MODEL.RESNETS.WIDTH_PER_GROUP",
+        "8",
     ]
-    command += ["OUTPUT_DIR", str(tmp_path), "INPUT.MIN_SIZE_TEST", "64", "MODEL.ROI_HEADS.NUM_CLASSES", "20"]
+    thin += ["MODEL.ROI_BOX_HEAD.FC_DIM", "32", "MODEL.ROI_HEADS.NUM_CLASSES", "20", "MODEL.DEVICE", "cpu"]
+    cfg.merge_from_list(thin)
+    DetectionCheckpointer(build_model(cfg), str(tmp_path)).save("stock")
+    command = [*dataset_options(scenes, "zoo"), "--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml"]
+    command += ["--eval-only", "MODEL.WEIGHTS", str(tmp_path / "stock.pth"), "MODEL.ROI_HEADS.NAME", "RamboROIHeads"]
+    command += ["DATASETS.TEST", "('zoo_test',)", "OUTPUT_DIR", str(tmp_path), "INPUT.MIN_SIZE_TEST", "64", *thin]
     assert "bbox" in train_main([*command, "DATALOADER.NUM_WORKERS", "0"])
-    with pytest.raises(RuntimeError, match=r"no_such.yaml not available in Model Zoo"):
-        train_main(["--config-file", "no_such.yaml"])
+    assert "no_such.yaml not available in Model Zoo" in refused(capsys, "--config-file", "no_such.yaml")
 
 
 def test_a_training_script_that_knows_nothing_of_us(tmp_path):
+    """It has the node, the heads, and a trainer that keeps the memory."""
     program = (
-        "from detectron2.config import get_cfg; from detectron2.modeling import build_model; cfg = get_cfg(); "
-        "cfg.merge_from_list(['MODEL.ROI_HEADS.NAME', 'RamboRes5ROIHeads', 'MODEL.DEVICE', 'cpu', "
-        "'MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL', 2.5]); print(build_model(cfg).roi_heads.box_predictor.rank_loss)"
+        "from detectron2.config import get_cfg; from detectron2.data import DatasetCatalog; "
+        "from detectron2.engine import DefaultTrainer; image = dict(file_name='a.png', image_id=0, height=9, width=9); "
+        "box = dict(bbox=[1, 1, 5, 5], bbox_mode=0, category_id=0); cfg = get_cfg(); "
+        "DatasetCatalog.register('one', lambda: [dict(image, annotations=[box])]); "
+        "cfg.merge_from_list(['MODEL.ROI_HEADS.NAME', 'RamboRes5ROIHeads', 'MODEL.DEVICE', 'cpu', 'DATASETS.TRAIN', "
+        "('one',), 'DATALOADER.NUM_WORKERS', 0, 'MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL', 2.5]); "
+        "from detectron2.data import MetadataCatalog; MetadataCatalog.get('one').thing_classes = ['thing']; "
+        "trainer = DefaultTrainer(cfg); print(trainer.model.roi_heads.box_predictor.rank_loss); "
+        "print([type(hook).__name__ for hook in trainer._hooks])"
     )
-    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "rambo_plugins.detectron2.env"}
+    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "rambo_plugins.detectron2.env", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "lambda_val=2.5" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("['RamboState', ")
 
 
 def test_two_processes(tmp_path):

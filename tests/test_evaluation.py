@@ -761,6 +761,8 @@ def test_several_devices_share_the_gallery():
     assert lists.backend == "lists, cpu, cpu, cpu"
     with pytest.raises(ValueError, match="device: expected 'cpu', 'cuda'"):
         recall_at_k(rows, labels, device="abacus")
+    with pytest.raises(ValueError, match="device: meta cannot be used here"):
+        recall_at_k(rows, labels, device="meta")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

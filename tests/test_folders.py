@@ -1,5 +1,6 @@
 """A folder of ours: nothing that is not on its list is overwritten, deleted or taken over."""
 
+import errno
 import json
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_file_of_the_users_is_not_overwritten(tmp_path, act):
     assert (tmp_path / "mine.txt").read_text() == "theirs"
 
 
+def test_a_file_that_another_library_named_is_adopted_and_removed_with_ours(tmp_path):
+    folder = OwnFolder(tmp_path / "run", "a run")
+    (tmp_path / "run/tensorboard").mkdir()
+    for name in ("events.ours", "events.theirs"):
+        (tmp_path / "run/tensorboard" / name).write_text("curves")
+    folder.adopt("tensorboard/events.ours")
+    OwnFolder(tmp_path / "run", "a run").remove()
+    assert [path.name for path in (tmp_path / "run/tensorboard").iterdir()] == ["events.theirs"]
+
+
 def test_removing_leaves_what_is_not_on_the_list(tmp_path):
     folder = OwnFolder(tmp_path / "run", "a run")
     for name in ("a.pt", "sub/b.pt", "gone/c.pt"):
@@ -101,6 +112,21 @@ def test_a_name_is_listed_before_its_file_is_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LIST]
+
+
+def test_a_list_that_was_interrupted_is_no_other_thing(tmp_path):
+    (tmp_path / f".unfinished-{LIST}").write_text("{")
+    assert OwnFolder(tmp_path, "a run").names == set()
+    assert [path.name for path in tmp_path.iterdir()] == [LIST]
+
+
+def test_a_full_disk_says_which_file(tmp_path):
+    def fails():
+        with whole(tmp_path / "a.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '\S+/a.json'"):
+        fails()
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", LIST])

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "rambo_plugins"
 STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {  # what each part may import besides the standard library and itself
     "core": {"torch", "numba", "numpy"},
-    "pml": {"torch", "torchvision", "numpy", "PIL", "pytorch_metric_learning", "rambo_plugins.core"},
+    "pml": {"torch", "torchvision", "numpy", "PIL", "tqdm", "pytorch_metric_learning", "rambo_plugins.core"},
     "mmdet": {"torch", "mmdet", "mmengine", "rambo_plugins.core"},
     "detectron2": {"torch", "detectron2", "rambo_plugins.core"},
     "evaluation": {"torch", "numpy", "faiss", "tqdm", "matplotlib", "PIL", "pyarrow", "rambo_plugins.core"},
@@ -31,7 +31,8 @@ ALLOWED = {  # what each part may import besides the standard library and itself
 }  # fmt: skip
 
 
-SHARED = {"rambo_plugins.folders"}  # of the standard library alone, for whoever writes files
+# For whoever writes files, of the standard library alone; for whoever reads images, of numpy and Pillow.
+SHARED = {"rambo_plugins.command_line", "rambo_plugins.folders", "rambo_plugins.images"}
 
 
 def imports_of(path):

@@ -1,7 +1,10 @@
 """The score memory by itself, and as one big batch over two processes; inside PML's losses see ``test_pml.py``."""
 
+import copy
 import os
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
@@ -131,6 +134,109 @@ def test_a_smaller_memory_takes_the_latest_batches_of_a_checkpoint():
     assert steps_in(smaller) == [1, 2]
 
 
+@pytest.mark.parametrize("later", [0, 1, 3])
+def test_a_larger_memory_takes_a_checkpoint_and_fills_up_through_any_number_of_further_ones(later):
+    memory = ScoreMemory(batches=3)
+    for step in range(6):
+        memory.push(*batch(step, 1))
+    larger = ScoreMemory(batches=5)
+    larger.load_state_dict(memory.state_dict())
+    for step in range(6, 6 + later):
+        larger.push(*batch(step, 1))
+        again = ScoreMemory(batches=5)
+        again.load_state_dict(larger.state_dict())
+        larger = again
+    larger.load_state_dict(copy.deepcopy(larger.state_dict()))
+    larger.push(*batch(9, 1))
+    assert steps_in(larger) == [*range(3, 6 + later), 9][-5:]
+
+
+@pytest.mark.parametrize("like", [None, tuple(torch.zeros(2) for _ in range(12))])
+def test_a_batch_of_twelve_tensors_comes_back_in_its_order(like):
+    memory, resumed = (ScoreMemory(batches=2, like=like) for _ in range(2))
+    memory.push(*(torch.full((2,), float(number)) for number in range(12)))
+    resumed.load_state_dict(memory.state_dict())
+    assert [int(tensor[0]) for tensor in resumed.contents()] == list(range(12))
+
+
+def test_a_copy_has_what_was_kept_and_goes_its_own_way():
+    memory = ScoreMemory(batches=2, warmup=1)
+    for step in range(2):
+        memory.push(*batch(step, 1))
+    for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert steps_in(other) == [0, 1]
+        other.push(*batch(5, 1))
+        assert steps_in(other) == [1, 5]
+    assert steps_in(memory) == [0, 1]
+
+
+def test_a_checkpoint_that_came_to_another_device_follows_the_batches():
+    memory, resumed = ScoreMemory(batches=3), ScoreMemory(batches=3)
+    memory.push(*batch(0))
+    resumed.load_state_dict(memory.state_dict())
+    resumed.push(*(tensor.to("meta") for tensor in batch(1)))
+    assert [(kept.device.type, len(kept)) for kept in resumed.contents()] == [("meta", 6), ("meta", 6)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"field1": torch.zeros(1)}, r"expected tensors of 3 items or more, got \[3, 1\]"),
+        ({"field0": None, "field1": None}, r"expected tensors of 3 items or more, got \[\]"),
+        ({"field0": None}, r"Unexpected key.*field1"),
+        ({"field2": torch.zeros(3), "scores": torch.zeros(3)}, r"Unexpected key.*scores"),
+        ({"pushes": None}, r"Missing key.*pushes"),
+    ],
+)
+def test_a_checkpoint_that_is_not_of_a_memory_is_refused(change, message):
+    memory = ScoreMemory(batches=2)
+    memory.push(*batch(1))
+    state = {name: value for name, value in {**memory.state_dict(), **change}.items() if value is not None}
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        ScoreMemory(batches=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "message"),
+    [
+        ((torch.zeros(3, 5), torch.zeros(3)), r"expected items of shapes \[\(2,\), \(\)\], got \[\(5,\), \(\)\]"),
+        ((torch.zeros(6, 2), torch.zeros(6)), "expected batches of at most 4 items, got 6"),
+    ],
+)
+def test_with_like_a_checkpoint_of_other_shapes_is_refused_and_the_memory_left_as_it_was(pushed, message):
+    memory, other = ScoreMemory(batches=2), ScoreMemory(batches=2, like=LIKE)
+    memory.push(*pushed)
+    other.push(*batch(1, rows=1))
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict(memory.state_dict())
+    assert steps_in(other) == [1]
+
+
+def test_a_batch_that_was_joined_is_kept_only_when_it_is_pushed():
+    memory = ScoreMemory(batches=2)
+    memory.push(*batch(0, 1))
+    for _ in range(2):
+        (_, joined), pushed = memory.join(*batch(1, 2))
+        assert joined.tolist() == [1, 1, 0]
+    memory.push(*pushed)
+    assert steps_in(memory) == [0, 1, 1]
+    with torch.no_grad():
+        assert memory.join(*batch(2))[1] is None
+
+
+def test_other_shapes_are_refused_before_they_are_joined():
+    memory = ScoreMemory(batches=2)
+    memory.push(*batch(0))
+    with pytest.raises(ValueError, match=r"shapes \[\(2,\), \(\)\], got \[\(5,\), \(\)\]: reset\(\) it first"):
+        memory.join(torch.zeros(3, 5, requires_grad=True), torch.zeros(3))
+
+
+def test_numbers_of_numpy_are_numbers():
+    memory = ScoreMemory(np.int64(2), warmup=np.int32(1))
+    assert (memory.batches, memory.warmup) == (2, 1)
+    assert type(memory.batches) is int
+
+
 def test_a_checkpoint_without_a_memory_is_reported():
     memory = ScoreMemory(batches=2)
     memory.push(*batch(0))
@@ -145,6 +251,7 @@ def test_a_checkpoint_without_a_memory_is_reported():
     [
         ({"batches": -1}, (), "memory must be an integer >= 0, got -1"),
         ({"batches": True}, (), "memory must be"),
+        ({"batches": np.float32(2)}, (), "memory must be an integer >= 0"),
         ({"batches": 1, "warmup": 0.5}, (), "warm-up must be an integer >= 0, got 0.5"),
         ({"batches": 1, "like": (torch.zeros(2), torch.zeros(3))}, (), r"one length, got tensors of \[2, 3\]"),
         ({"batches": 1}, (torch.zeros(2), torch.zeros(3)), r"one length, got tensors of \[2, 3\]"),
@@ -201,3 +308,24 @@ def test_gathered_over_two_processes_it_has_the_gradient_of_one_big_batch(tmp_pa
     for rank in range(WORLD):
         for grad, whole in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
             torch.testing.assert_close(grad, whole)
+
+
+def test_a_model_with_a_memory_goes_through_the_state_dicts_of_distributed_checkpoints():
+    """FSDP and DeepSpeed's users save by these functions, which look each entry up in its module."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    def model():
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "memory": ScoreMemory(2)})
+
+    filled, fresh = model(), model()
+    batches = [torch.arange(3.0) + 10 * step for step in range(3)]
+    for step, batch in enumerate(batches):
+        filled["memory"].push(batch, torch.full((3,), step))
+    saved = get_model_state_dict(filled)
+    assert set(saved) == set(filled.state_dict())
+    set_model_state_dict(fresh, saved)
+    found = fresh["memory"].contents()
+    assert found[0].tolist() == [*batches[1].tolist(), *batches[2].tolist()]
+    assert found[1].tolist() == [1, 1, 1, 2, 2, 2]
+    with pytest.raises(AttributeError, match="no attribute 'field2'"):
+        filled["memory"].field2  # noqa: B018

@@ -17,18 +17,22 @@ pytest.importorskip("mmdet")
 import detection_data
 import detection_mmdet
 from mmdet.models.losses import CrossEntropyLoss
+from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import MODELS
 from mmdet.testing._utils import demo_mm_inputs
 from mmdet.utils import register_all_modules
 from mmengine.config import Config, ConfigDict
 from mmengine.hooks import EMAHook, Hook, SyncBuffersHook
 from mmengine.logging import MessageHub
+from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
+from mmengine.runner.checkpoint import load_state_dict
 
 from rambo_plugins.core import average_precision_loss
 from rambo_plugins.core.detection import DetectionLoss
-from rambo_plugins.mmdet import RamboLoss, RamboRetinaHead
+from rambo_plugins.mmdet import RamboLoss, RamboRetinaHead, losses
+from rambo_plugins.mmdet.heads import check_heads
 from rambo_plugins.mmdet.train import main as train_main
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +153,7 @@ def test_the_auxiliary_loss_is_the_toolkits_own_and_fades():
         loss = loss_fn(logits, labels, weight, avg_factor=5.0)
         torch.testing.assert_close(loss, alone + 3 * 0.4 * factor * cross_entropy)
         resumed = RamboLoss(memory=0, loss_weight=3.0, aux_weight=0.4, aux_steps=4)
-        resumed.load_state_dict(loss_fn.state_dict())
+        resumed.resume(loss_fn.run_state())
         loss_fn = resumed
     softmax, labels = rois(2, num_channels=NUM_CLASSES + 1)
     loss = RamboLoss(use_sigmoid=False, memory=0, aux_weight=0.4)(softmax, labels)
@@ -215,6 +219,7 @@ def test_half_precision_and_loss_scaling_change_no_lambda(options):
         ({"test_temperature": 0.0}, "test_temperature must be a finite number > 0"),
         ({"aux_steps": 10}, "need aux_weight > 0"),
         ({"lambda_val": -1}, "lambda_val must be a finite number > 0, got -1"),
+        ({"aux_weight": 1.0, "aux_steps": 2.5}, "aux_steps must be an integer >= 0, got 2.5"),
         ({"memory": 1.5}, "memory must be an integer >= 0, got 1.5"),
     ],
 )
@@ -239,12 +244,99 @@ def test_what_cannot_be_ranked_is_refused():
         loss_fn(logits, labels)
 
 
-def test_one_background_channel_too_many_is_noticed():
+@pytest.fixture
+def warnings_of_the_loss(monkeypatch):
+    said = []
+    monkeypatch.setattr(losses, "print_log", lambda message, logger, level: said.append(message))
+    return said
+
+
+@pytest.mark.parametrize("num_background", [0, 1])
+def test_a_batch_that_is_mostly_of_the_last_class_is_ranked(num_background, warnings_of_the_loss):
+    logits, _ = rois(5)
+    labels = torch.full((len(logits),), NUM_CLASSES - 1)
+    labels[:3] = 0
+    labels[len(labels) - num_background :] = NUM_CLASSES
+    loss_fn = RamboLoss(lambda_val=3.0)
+    torch.testing.assert_close(loss_fn(logits, labels), core_loss(logits, labels, lambda_val=3.0))
+    assert len(warnings_of_the_loss) == (num_background == 0)  # with a background box all is clear
+    loss_fn(logits, labels)
+    assert len(warnings_of_the_loss) <= 1
+    roi = RamboLoss(lambda_val=3.0)
+    roi.get_cls_channels(NUM_CLASSES)
+    roi(logits, labels)
+    assert len(warnings_of_the_loss) == (num_background == 0)
+
+
+def test_one_background_channel_too_many_is_suspected(warnings_of_the_loss):
     logits, _ = rois(5, num_channels=NUM_CLASSES + 1)
     labels = torch.full((len(logits),), NUM_CLASSES)
     labels[:5] = 0
-    with pytest.raises(ValueError, match="the last of the 5 channels looks like the background"):
-        RamboLoss()(logits, labels)
+    RamboLoss()(logits, labels)
+    (said,) = warnings_of_the_loss
+    assert "most boxes have the last label of 5 channels and none is background" in said
+
+
+def test_weights_have_no_memory_of_the_run_that_trained_them():
+    trained = RamboLoss(memory=3, aux_weight=0.5, aux_steps=9)
+    trained(*rois(0))
+    assert trained.state_dict() == {}
+    for classes in (NUM_CLASSES, 2):
+        fresh = RamboLoss(memory=3, aux_weight=0.5, aux_steps=9)
+        load_state_dict(fresh, trained.state_dict(), strict=True)  # mmengine's
+        fresh.load_state_dict(trained.state_dict(), strict=True)
+        assert (len(fresh.rank_loss.memory), fresh.num_steps) == (0, 0)
+        logits = torch.randn(8, classes, requires_grad=True)
+        expected = RamboLoss(memory=0, aux_weight=0.5)(logits, torch.arange(8) % (classes + 1))
+        torch.testing.assert_close(fresh(logits, torch.arange(8) % (classes + 1)), expected)
+
+
+@pytest.mark.parametrize("memory", [0, 2])
+def test_a_run_state_goes_on_exactly_and_none_starts_anew(memory):
+    options = {"memory": memory, "lambda_val": 3.0, "aux_weight": 0.5, "aux_steps": 5}
+    loss_fn, resumed = RamboLoss(**options), RamboLoss(**options)
+    for number in range(3):
+        loss_fn(*rois(number))
+    resumed(*rois(9))
+    resumed.resume(copy.deepcopy(loss_fn.run_state()))
+    torch.testing.assert_close(resumed(*rois(4)), loss_fn(*rois(4)), rtol=0, atol=0)
+    resumed.resume(None)
+    torch.testing.assert_close(resumed(*rois(5)), RamboLoss(**options)(*rois(5)), rtol=0, atol=0)
+
+
+def test_a_call_that_failed_and_is_repeated_counts_once(monkeypatch):
+    loss_fn = RamboLoss(memory=2, aux_weight=0.5, aux_steps=5)
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("as a GPU would")
+
+    for part in (loss_fn.aux_loss, loss_fn.rank_loss):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, "forward", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_fn(*rois(0))
+    assert (len(loss_fn.rank_loss.memory), loss_fn.num_steps) == (0, 0)
+    loss_fn(*rois(0))
+    assert (len(loss_fn.rank_loss.memory), loss_fn.num_steps) == (20, 1)
+
+
+def test_scores_that_are_nan_are_refused_and_not_remembered():
+    loss_fn = RamboLoss(memory=2)
+    logits, labels = rois(0)
+    with torch.no_grad():
+        logits[3] = torch.nan
+    with pytest.raises(ValueError, match="4 NaN of 80"):
+        loss_fn(logits, labels)
+    assert len(loss_fn.rank_loss.memory) == 0
+
+
+def test_evaluation_mode_reaches_the_memory():
+    loss_fn = RamboLoss(memory=2)
+    loss_fn.eval()(*rois(0))
+    assert len(loss_fn.rank_loss.memory) == 0
+    torch.nn.Sequential(loss_fn).train()
+    loss_fn(*rois(0))
+    assert len(loss_fn.rank_loss.memory) == 20
 
 
 # --- a detector -------------------------------------------------------------------------------------------------------
@@ -368,6 +460,7 @@ SUPPORTED = {
 def test_supported_heads_train_and_detect(name):
     config, swap = SUPPORTED[name]
     model = MODELS.build(stock(config, swap))
+    check_heads(model)
     if name.startswith("sparse"):
         model.init_weights()  # boxes that are boxes
     data = batch_of(model, with_mask=name == "mask")
@@ -395,15 +488,28 @@ def test_supported_heads_train_and_detect(name):
 
 REFUSED = {
     "double head": ("double_heads/dh-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "needs use_sigmoid=False"),
-    "SABL": ("sabl/sabl-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "needs use_sigmoid=False"),
+    "PAA": ("paa/paa_r50_fpn_1x_coco.py", dense(), "one value for all boxes"),
     "GFL": ("gfl/gfl_r50_fpn_1x_coco.py", dense(), "GFL, TOOD"),
     "TOOD": ("tood/tood_r50_fpn_1x_coco.py", dense(), "GFL, TOOD"),
+}
+REFUSED_BEFORE_A_RUN = {
+    "double head": (*REFUSED["double head"][:2], "expected 4 channels .*, got 5: .* needs use_sigmoid=False"),
+    "SABL": ("sabl/sabl-faster-rcnn_r50_fpn_1x_coco.py", rambo(), "roi_head.bbox_head .SABLHead.: .* got 5: .*SABL"),
     "use_sigmoid not in the config": (
         "fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py",
         rambo(memory=0),
-        "needs use_sigmoid=True written in the config",
+        "expected 4 channels for 4 classes with use_sigmoid=True, got 5: .* written in the config",
     ),
+    "levels by themselves": ("retinanet/retinanet_r50_fpn_1x_coco.py", dense(), "RetinaHead.* calls its loss for each"),
+    "levels of ATSS": ("atss/atss_r50_fpn_1x_coco.py", dense(), "ATSSHead.* calls its loss for each level"),
 }
+
+
+@pytest.mark.parametrize("name", REFUSED_BEFORE_A_RUN)
+def test_heads_that_cannot_be_served_are_refused_before_a_run(name):
+    config, swap, message = REFUSED_BEFORE_A_RUN[name]
+    with pytest.raises(ValueError, match=message):
+        check_heads(MODELS.build(stock(config, swap)))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -443,6 +549,112 @@ def test_one_stage_heads_rank_all_levels_at_once_and_leave_the_other_losses_as_t
 def test_a_one_stage_head_of_this_package_wants_this_loss():
     with pytest.raises(TypeError, match="RamboRetinaHead ranks with RamboLoss, got loss_cls of type CrossEntropyLoss"):
         RamboRetinaHead(num_classes=3, in_channels=8, feat_channels=8)
+
+
+# --- the other tools of mmdet -----------------------------------------------------------------------------------------
+
+
+def soft_teacher(**options):
+    config = get_stock("soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py")
+    config.detector = stock("faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", rambo(**options))
+    config.data_preprocessor.data_preprocessor = config.detector.data_preprocessor
+    config.semi_train_cfg.update(pseudo_label_initial_score_thr=0.0, rpn_pseudo_thr=0.0, cls_pseudo_thr=0.0)
+    return MODELS.build(config)
+
+
+@pytest.mark.parametrize("options", [{"memory": 0}, {"use_sigmoid": False, "memory": 1}])
+def test_soft_teacher_without_a_score_of_the_background_or_with_a_memory_is_refused(options):
+    said = (
+        f"SoftTeacher needs use_sigmoid=False.* memory=0.* got use_sigmoid={'memory' in options and len(options) == 1}"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_heads(soft_teacher(**options))
+
+
+def test_soft_teacher_ranks_its_pseudo_boxes_against_the_background():
+    model = soft_teacher(use_sigmoid=False, memory=0)
+    check_heads(model)
+    calls = []
+    model.student.roi_head.bbox_head.loss_cls.rank_loss.register_forward_hook(
+        lambda module, args, _: calls.append(args)
+    )
+    first, second = batch_of(model.student), batch_of(model.student)
+    for sample in second["data_samples"]:
+        sample.set_metainfo({"homography_matrix": np.eye(3, dtype=np.float32)})
+    names = ("sup", "unsup_teacher", "unsup_student")
+    batches = dict(zip(names, (first, second, copy.deepcopy(second)), strict=True))
+    found = model.loss(*({n: batches[n][part] for n in names} for part in ("inputs", "data_samples")))
+    assert torch.isfinite(found["unsup_loss_cls"])
+    assert found["unsup_loss_cls"] > 0
+    _, labels, weights = calls[1]  # 0: labelled images, 1: pseudo labels, 2: for the boxes alone
+    assert (labels < NUM_CLASSES).any()
+    background = labels == NUM_CLASSES
+    assert background.any()
+    assert (weights[background] > 0).all()
+
+
+@pytest.mark.parametrize("teacher", [lambda head: head.update(type="LADHead"), dense("LADHead")], ids=["own", "ours"])
+def test_label_assignment_distillation_takes_the_loss_in_the_students_head(teacher):
+    config = stock("lad/lad_r50-paa-r101_fpn_2xb8_coco_1x.py", dense())
+    other = stock("paa/paa_r50_fpn_1x_coco.py", teacher)
+    config.update(teacher_ckpt=None, teacher_backbone=other.backbone, teacher_neck=other.neck)
+    config.teacher_bbox_head = other.bbox_head
+    model = MODELS.build(config)
+    check_heads(model)
+    if other.bbox_head.loss_cls.type == "RamboLoss":
+        with pytest.raises(ValueError, match="RamboLoss has one value for all boxes"):
+            model(**batch_of(model), mode="loss")
+    else:
+        loss = model(**batch_of(model), mode="loss")["loss_cls"]
+        assert 0 < loss < 1
+        assert loss.requires_grad
+
+
+def test_augmented_images_are_tested_together():
+    model = detector({"memory": 1})
+    step(model)
+    averaged = DetTTAModel(
+        tta_cfg=ConfigDict(nms={"type": "nms", "iou_threshold": 0.5}, max_per_img=100), module=model
+    ).eval()
+    data = demo_mm_inputs(1, (3, 96, 96), [3], NUM_CLASSES)
+    views = [data, {**copy.deepcopy(data), "inputs": [image.flip(-1) for image in data["inputs"]]}]
+    for view, flip in zip(views, (False, True), strict=True):
+        metainfo = {"flip": flip, "flip_direction": "horizontal" if flip else None, "scale_factor": (1.0, 1.0)}
+        view["data_samples"][0].set_metainfo(metainfo)
+    with torch.no_grad():
+        (found,) = averaged.test_step({name: [view[name] for view in views] for name in ("inputs", "data_samples")})
+    assert 0 < len(found.pred_instances) <= 100
+    assert (found.pred_instances.scores > 0).all()
+
+
+def test_a_model_is_copied_and_saved_whole_memory_included(tmp_path):
+    model = detector({"memory": 2, "aux_weight": 0.5, "aux_steps": 9})
+    step(model)
+    torch.save(model, tmp_path / "model.pth")
+    state = model.roi_head.bbox_head.loss_cls.run_state()
+    assert state["memory"]["pushes"] == 1
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pth", weights_only=False)):
+        torch.testing.assert_close(other.roi_head.bbox_head.loss_cls.run_state(), state, rtol=0, atol=0)
+        states = [seed(1) or step(one)[0] for one in (model, other)]
+        torch.testing.assert_close(states[0], states[1])
+        model.roi_head.bbox_head.loss_cls.resume(state)
+    before = model.roi_head.bbox_head.fc_cls.weight.clone()
+    model.init_weights()
+    assert not torch.equal(model.roi_head.bbox_head.fc_cls.weight, before)
+
+
+@pytest.mark.parametrize("options", [{"test_temperature": 0.5}, {"use_sigmoid": False}])
+def test_a_traced_head_takes_another_number_of_boxes(options):
+    head = detector(options).roi_head.bbox_head.eval().requires_grad_(False)
+
+    def scores(features):
+        logits, _ = head(features)
+        return head.loss_cls.get_activation(logits) if head.custom_activation else logits.softmax(1)
+
+    traced = torch.jit.trace(scores, torch.randn(5, 16, 7, 7))
+    features = torch.randn(9, 16, 7, 7)
+    assert traced(features).shape == (9, NUM_CLASSES + 1)
+    torch.testing.assert_close(traced(features), scores(features))
 
 
 # --- runner -----------------------------------------------------------------------------------------------------------
@@ -511,6 +723,206 @@ def test_weight_averaging_and_synced_buffers_leave_the_memory_alone(scenes, tmp_
     assert len(whole.model.roi_head.bbox_head.loss_cls.rank_loss.memory) > 0
 
 
+class Boxes(BaseModel):
+    """A linear classifier of given boxes, for runs that take no time."""
+
+    def __init__(self, loss):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.fc = torch.nn.Linear(5, NUM_CLASSES)
+        self.fc.weight.data.copy_(torch.randn(NUM_CLASSES, 5, generator=generator))
+        self.fc.bias.data.zero_()
+        self.loss_cls = RamboLoss(**{"memory": 3, "lambda_val": 3.0, "aux_weight": 0.5, "aux_steps": 9, **loss})
+
+    def forward(self, inputs, labels, mode):
+        return {"loss_cls": self.loss_cls(self.fc(torch.cat(inputs)), torch.cat(labels))}
+
+
+def boxes_run(folder, epochs=3, loss=(), launcher="none", by_epoch=True, hooks=(), **options):
+    """A run of 4 steps an epoch, of 2 processes 2 each, on boxes that differ; trained."""
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        {"inputs": torch.randn(6, 5, generator=generator), "labels": torch.randint(5, (6,), generator=generator)}
+        for _ in range(8)
+    ]
+    loop = {"by_epoch": True, "max_epochs": epochs} if by_epoch else {"by_epoch": False, "max_iters": 4 * epochs}
+    runner = Runner(
+        Boxes(dict(loss)),
+        str(folder),
+        train_dataloader={"dataset": data, "sampler": {"type": "InfiniteSampler" if not by_epoch else "DefaultSampler",
+                                                       "shuffle": False}, "batch_size": 2},
+        train_cfg=loop,
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.5}},
+        default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1 if by_epoch else 4,
+                                      "by_epoch": by_epoch}},
+        custom_hooks=list(hooks),
+        launcher=launcher,
+        default_scope="mmdet",
+        experiment_name=f"{folder}{options}{epochs}",
+        cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},
+        **options,
+    )  # fmt: skip
+    runner.train()
+    return runner
+
+
+def saved_state(folder, name="epoch_3.pth"):
+    return torch.load(Path(folder) / name, weights_only=False)["rambo_state"]
+
+
+def log_of(runner):
+    return next(Path(runner.log_dir).glob("*.log")).read_text()
+
+
+def same(first, second):
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    return True
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_resuming_restores_the_memory_and_the_fading_loss(tmp_path, by_epoch):
+    last, middle = ("epoch_3.pth", "epoch_2.pth") if by_epoch else ("iter_12.pth", "iter_8.pth")
+    whole = boxes_run(tmp_path / "whole", by_epoch=by_epoch)
+    boxes_run(tmp_path / "parts", 2, by_epoch=by_epoch)
+    resumed = boxes_run(tmp_path / "parts", by_epoch=by_epoch, resume=True)
+    elsewhere = boxes_run(
+        tmp_path / "elsewhere", by_epoch=by_epoch, resume=True, load_from=str(tmp_path / "whole" / middle)
+    )
+    for folder, other in (("parts", resumed), ("elsewhere", elsewhere)):
+        states_equal(whole, other)
+        assert same(saved_state(tmp_path / "whole", last), saved_state(tmp_path / folder, last))
+        assert "loss_cls: the memory goes on with 36 boxes" in log_of(other)
+    (state,) = saved_state(tmp_path / "whole", last)["losses"]["loss_cls"]
+    assert (state["num_steps"], state["memory"]["pushes"]) == (12, 12)
+
+
+def test_a_run_that_loads_weights_starts_anew(tmp_path):
+    boxes_run(tmp_path / "old", 2)
+    new = boxes_run(tmp_path / "new", 1, load_from=str(tmp_path / "old" / "epoch_2.pth"))
+    weights = torch.load(tmp_path / "old" / "epoch_2.pth", weights_only=False)["state_dict"]
+    torch.save(weights, tmp_path / "weights.pth")
+    expected = boxes_run(tmp_path / "expected", 1, load_from=str(tmp_path / "weights.pth"))
+    assert set(weights) == {"fc.weight", "fc.bias"}
+    states_equal(new, expected)
+    assert same(saved_state(tmp_path / "new", "epoch_1.pth"), saved_state(tmp_path / "expected", "epoch_1.pth"))
+    assert saved_state(tmp_path / "new", "epoch_1.pth")["losses"]["loss_cls"][0]["memory"]["pushes"] == 4
+    other = boxes_run(tmp_path / "other", 1, {"memory": 1}, load_from=str(tmp_path / "old" / "epoch_2.pth"))
+    assert "the memory" not in log_of(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda saved: saved.pop("rambo_state"), "memory and aux_steps start anew, since the checkpoint has no"),
+        (lambda saved: saved["rambo_state"]["losses"].clear(), "memory and aux_steps start anew, since the"),
+        (
+            lambda saved: saved["rambo_state"].update(processes=2),
+            "the memory starts empty, since the checkpoint has those of 1 of 2 processes, and this run has 1",
+        ),
+        (
+            lambda saved: saved["rambo_state"]["losses"]["loss_cls"].append({}),
+            "the memory starts empty, since the checkpoint has those of 2 of 1 processes, and this run has 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_memory_that_cannot_be_restored_starts_empty_and_the_log_says_so(tmp_path, change, said):
+    boxes_run(tmp_path, 2)
+    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=False)
+    change(saved)
+    torch.save(saved, tmp_path / "epoch_2.pth")
+    resumed = boxes_run(tmp_path, 3, resume=True)
+    assert log_of(resumed).count(f"WARNING - loss_cls: {said}") == 1
+    (state,) = saved_state(tmp_path)["losses"]["loss_cls"]
+    assert state["memory"]["pushes"] == 4
+    assert state["num_steps"] == (12 if "processes" in said else 4)  # the steps are the same in all processes
+
+
+def test_a_compiled_step_is_the_same_and_compiled_once():
+    compiled, counts = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    models = [Boxes({}), Boxes({})]
+    steps = [lambda x, y, model=model: model([x], [y], mode="loss")["loss_cls"] for model in models]
+    steps[1] = torch.compile(steps[1], backend=backend)
+    for number in range(5):
+        losses_of = [one(torch.randn(6, 5, generator=torch.Generator().manual_seed(number)), torch.arange(6) % 5)
+                     for one in steps]  # fmt: skip
+        assert same(*losses_of)
+        for model, loss in zip(models, losses_of, strict=True):
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                model.fc.weight -= model.fc.weight.grad
+        counts.append(len(compiled))
+    assert same(models[0].fc.weight, models[1].fc.weight)
+    assert counts[0] > 0
+    assert counts[1] == counts[-1]
+
+
+def test_a_published_checkpoint_has_weights_alone(tmp_path):
+    boxes_run(tmp_path, 1, hooks=[{"type": "CheckpointHook", "published_keys": ["meta", "state_dict"]}])
+    (published,) = tmp_path.glob("epoch_1-*.pth")
+    published = torch.load(published, weights_only=False)
+    assert set(published) == {"meta", "state_dict"}
+    assert set(published["state_dict"]) == {"fc.weight", "fc.bias"}
+
+
+def test_a_loss_that_is_not_called_once_in_a_step_is_told(tmp_path, warnings_of_the_loss, monkeypatch):
+    boxes_run(tmp_path / "once", 1)
+    assert warnings_of_the_loss == []
+    forward = Boxes.forward
+    monkeypatch.setattr(Boxes, "forward", lambda self, **kwargs: [forward(self, **kwargs) for _ in range(2)][1])
+    boxes_run(tmp_path / "twice", 1)
+    monkeypatch.setattr(Boxes, "forward", lambda self, **kwargs: {"loss": self.fc.weight.sum()})
+    boxes_run(tmp_path / "never", 1)
+    twice, never = warnings_of_the_loss
+    assert "loss_cls was called 2 times in the first step" in twice
+    assert "loss_cls was not called in the first step" in never
+
+
+def test_a_run_with_a_head_that_cannot_be_served_does_not_start(scenes, tmp_path):
+    config = runner_config(scenes, tmp_path, epochs=1)
+    config.model = stock("retinanet/retinanet_r50_fpn_1x_coco.py", dense(), len(scenes.classes))
+    with pytest.raises(ValueError, match=r"bbox_head \(RetinaHead\) calls its loss for each level"):
+        run(config)
+
+
+def two_processes(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    register_all_modules()
+    for name, loss in (("own", {}), ("gathered", {"memory_gather": True})):
+        boxes_run(f"{folder}/{name}/whole", 2, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 1, loss, "pytorch")
+        boxes_run(f"{folder}/{name}/parts", 2, loss, "pytorch", resume=True)
+    boxes_run(f"{folder}/iterations", 1, launcher="pytorch", by_epoch=False)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's destructor can wait for a thread that waits for Python's lock, and never end
+
+
+def test_each_of_two_processes_gets_its_own_memory_back(tmp_path):
+    torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
+    for name in ("own", "gathered"):
+        whole, parts = (saved_state(tmp_path / name / run, "epoch_2.pth") for run in ("whole", "parts"))
+        assert same(whole, parts)
+        assert whole["processes"] == 2
+        weights = [torch.load(tmp_path / name / run / "epoch_2.pth", weights_only=False)["state_dict"]
+                   for run in ("whole", "parts")]  # fmt: skip
+        assert same(*weights)
+    first, second = saved_state(tmp_path / "own" / "whole", "epoch_2.pth")["losses"]["loss_cls"]
+    assert first["memory"]["pushes"] == second["memory"]["pushes"] == 4
+    assert not torch.equal(first["memory"]["field0"], second["memory"]["field0"])
+    (gathered,) = saved_state(tmp_path / "gathered" / "whole", "epoch_2.pth")["losses"]["loss_cls"]
+    assert gathered["memory"]["lengths"].tolist() == [24, 24, 24]
+    assert len(saved_state(tmp_path / "iterations", "iter_4.pth")["losses"]["loss_cls"]) == 2
+    alone = boxes_run(tmp_path / "own" / "parts", 3, resume=True)
+    assert "the checkpoint has those of 2 of 2 processes, and this run has 1" in log_of(alone)
+
+
 def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     config = runner_config(scenes, tmp_path / "work", {"return_dict": True, "aux_weight": 0.3}, epochs=1, validate=True)
     config.resume = False
@@ -521,12 +933,15 @@ def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     config.dump(tmp_path / "config.py")
     trained = train_main([str(tmp_path / "config.py"), "--cfg-options", "train_cfg.max_epochs=2"])
     assert trained.epoch == 2
-    (log,) = (tmp_path / "work").glob("*/vis_data/scalars.json")
+    (log,) = Path(trained.log_dir).glob("vis_data/scalars.json")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [line for line in lines if "loss_cls_map" in line]
     assert len(steps) == 4
     assert {"loss_cls_apc", "loss_cls_aux", "ap_map", "ap_apc", "acc_classes", "share_zero_gradient"} <= set(steps[0])
     assert [line for line in lines if "coco/bbox_mAP_50" in line]
+    again = train_main([str(tmp_path / "config.py"), "--cfg-options", "train_cfg.max_epochs=2"])
+    assert "has checkpoints of an earlier run, which those of this one replace" in log_of(again)
+    assert "earlier run" not in log_of(trained)
     resumed = train_main([str(tmp_path / "config.py"), "--resume", "--cfg-options", "train_cfg.max_epochs=3"])
     assert (resumed.epoch, resumed.iter) == (3, 6)
     checkpoint = next((tmp_path / "work").glob("epoch_3.pth"))
@@ -534,6 +949,94 @@ def test_a_run_from_the_command_line_to_the_average_precision(scenes, tmp_path):
     (log,) = (tmp_path / "test").glob("*/*.json")
     assert "coco/bbox_mAP_50" in json.loads(log.read_text())
     states_equal(resumed, tested)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/none.py"], "config: no such file: {tmp}/none.py"),
+        (["{tmp}"], "config: no such file: {tmp}"),
+        (["{config}", "--test", "{tmp}/none.pth"], "--test: no such file: {tmp}/none.pth"),
+        (["{config}", "--resume", "{tmp}/none.pth"], "--resume: no such file: {tmp}/none.pth"),
+        (["{config}", "--resume"], "--resume: {tmp}/work has no last_checkpoint"),
+        (["{config}", "--work-dir", "{tmp}/moved", "--resume"], "--resume: no such file: {tmp}/gone.pth"),
+        (["{config}", "--cfg-options", "load_from={tmp}/none.pth"], "load_from: no such file: {tmp}/none.pth"),
+        (["{config}", "--test", "{config}", "--resume"], "--test and --resume exclude each other"),
+        (["{config}", "--test", "{config}", "--amp"], "--test and --amp exclude each other"),
+        (["{config}", "--test", "{config}", "--auto-scale-lr"], "--test and --auto-scale-lr exclude each other"),
+        (["{config}", "--test", "{config}"], "config.py has no test_dataloader"),
+        (["{config}", "--auto-scale-lr"], "--auto-scale-lr needs auto_scale_lr = dict(base_batch_size=...)"),
+        (["{config}", "--launcher", "pytorch"], "--launcher pytorch needs the processes that torchrun starts"),
+        (["{config}", "--launcher", "slurm"], "needs the processes that srun starts: SLURM_PROCID is not set"),
+        (["{config}", "--device", "cpu"], "unrecognized arguments: --device cpu"),
+        (["{config}", "--cfg-options", "epochs"], "--cfg-options: expected key.subkey=value"),
+        (["{config}", "--cfg-options", "train_dataloader.dataset.ann_file={tmp}/none.json"], "{tmp}/none.json"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_a_command_lacks_is_one_line_and_status_2(scenes, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.delenv("RANK", raising=False)
+    runner_config(scenes, tmp_path / "work", epochs=1).dump(tmp_path / "config.py")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "last_checkpoint").write_text(f"{tmp_path}/gone.pth")
+    config = Config.fromfile(tmp_path / "config.py")
+    config.resume = False
+    config.dump(tmp_path / "config.py")
+    places = {"tmp": tmp_path, "config": tmp_path / "config.py"}
+    with pytest.raises(SystemExit) as ended:
+        train_main([argument.format(**places) for argument in arguments])
+    assert ended.value.code == 2
+    assert message.format(**places) in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_mixed_precision_without_a_gpu_is_refused(tmp_path, capsys):
+    (tmp_path / "config.py").touch()
+    with pytest.raises(SystemExit, match="2"):
+        train_main([str(tmp_path / "config.py"), "--amp"])
+    assert "--amp needs a GPU" in capsys.readouterr().err
+
+
+def test_processes_without_a_launcher_are_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.py").touch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        train_main([str(tmp_path / "config.py")])
+    assert "2 processes were started (WORLD_SIZE): add --launcher pytorch" in capsys.readouterr().err
+
+
+class Asked(Exception):
+    """In place of a runner: the config that it was asked for."""
+
+
+@pytest.mark.parametrize(
+    ("own", "arguments", "resume", "load_from"),
+    [
+        ({"resume": True}, [], True, None),  # the config's own
+        ({"load_from": "{last}"}, ["--resume"], True, None),  # the run, not the weights that it began with
+        ({}, ["--resume", "{last}"], True, "{last}"),
+        ({"resume": True}, ["--test", "{last}"], False, "{last}"),
+        ({"load_from": "{last}"}, [], False, "{last}"),
+    ],
+)
+def test_what_a_run_starts_from(tmp_path, monkeypatch, own, arguments, resume, load_from):
+    last = tmp_path / "epoch_1.pth"
+    last.touch()
+    (tmp_path / "last_checkpoint").write_text(str(last))
+    parts = {"work_dir": str(tmp_path), "train_dataloader": {"a": 1}, "train_cfg": {"a": 1}, "optim_wrapper": {"a": 1}}
+    parts |= {"test_dataloader": {"a": 1}, "test_cfg": {"a": 1}, "test_evaluator": {"a": 1}}
+    own = {name: value.format(last=last) if isinstance(value, str) else value for name, value in own.items()}
+    Config({**parts, **own}).dump(tmp_path / "config.py")
+
+    def asked(cfg):
+        raise Asked(cfg)
+
+    monkeypatch.setattr(Runner, "from_cfg", asked)
+    with pytest.raises(Asked) as told:
+        train_main([str(tmp_path / "config.py"), *(argument.format(last=last) for argument in arguments)])
+    (cfg,) = told.value.args
+    assert cfg.get("resume", False) is resume
+    assert cfg.get("load_from") == (load_from and load_from.format(last=last))
 
 
 def test_two_processes(scenes, tmp_path):
@@ -549,9 +1052,10 @@ def test_two_processes(scenes, tmp_path):
         capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    state = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)["state_dict"]
-    lengths = state["roi_head.bbox_head.loss_cls.rank_loss.memory.lengths"]
-    assert lengths.tolist() == [4 * 128, 4 * 128]
+    kept = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)["rambo_state"]
+    (state,) = kept["losses"]["roi_head.bbox_head.loss_cls"]  # one, since it is the same for both
+    assert kept["processes"] == 2
+    assert state["memory"]["lengths"].tolist() == [4 * 128, 4 * 128]
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------
@@ -616,6 +1120,15 @@ def test_the_optimiser_wrapper_accumulates_without_a_change_of_lambda():
         wrapper.update_params(RamboLoss(memory=0, lambda_val=2.0)(layer(x), y))
     assert single[0].any()
     torch.testing.assert_close(start - layer.weight.detach(), (single[0] + single[1]) / 2)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numbers = {"loss_weight": np.float32(2), "lambda_val": np.float64(3), "aux_weight": np.float32(0.5),
+               "aux_steps": np.int64(4), "memory": np.int32(1), "test_temperature": np.float32(1)}  # fmt: skip
+    plain = {name: value.item() for name, value in numbers.items()}
+    losses_of = [RamboLoss(**options)(*rois(0)) for options in (numbers, plain)]
+    assert losses_of[0].requires_grad
+    torch.testing.assert_close(*losses_of, rtol=0, atol=0)
 
 
 def test_the_defaults_are_those_of_the_core():

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from rambo_plugins.evaluation import approximate as approximate_module
 from rambo_plugins.evaluation import index as index_module
+from rambo_plugins.evaluation import index_files
 from rambo_plugins.evaluation import recall as recall_module
 from rambo_plugins.evaluation.approximate import approximate_recall_at_k
 from rambo_plugins.evaluation.result import paired_interval
@@ -460,19 +462,19 @@ SHARDS = {"ks": (1, 10), "index": "IVF16,Flat", "parameters": "nprobe=2", "max_m
 @pytest.fixture
 def interrupted_write(monkeypatch):
     """A write to the folder, of the given number, ends half way through."""
-    write = index_module._write
+    write = index_module.write_index
 
     def at(number):
         names = []
 
         def noted(index, path):
-            names.append(path.name)
+            names.append(path.name.removeprefix(".unfinished-"))
             if len(names) == number:
-                path.with_suffix(".unfinished").write_bytes(b"half")
+                path.write_bytes(b"half")
                 raise KeyboardInterrupt
             write(index, path)
 
-        monkeypatch.setattr(index_module, "_write", noted)
+        monkeypatch.setattr(index_module, "write_index", noted)
         return names
 
     return at
@@ -503,8 +505,8 @@ def test_an_interrupted_ivf_index_goes_on_from_its_shards(tmp_path, work, interr
     assert len(work["trained"]) == 2
     assert result.first_rank.tolist() == expected.first_rank.tolist()
     assert result.check == expected.check
-    kept = sorted(path.name.split("-")[0] for path in tmp_path.iterdir() if path.suffix != ".unfinished")
-    assert kept == ["check", "filled.index", "lists", "problem.json"]
+    kept = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert kept == ["check", "filled.index", "lists", "problem.json", "rambo_files.json"]
 
 
 def test_blocks_of_another_size_go_on_in_the_middle_of_a_block(tmp_path, work, interrupted_write):
@@ -544,12 +546,12 @@ def test_a_finished_index_serves_other_queries_and_parameters(tmp_path, work, mo
     options = {"ks": (1, 10), "index": "IVF16,Flat", "check": 100}
     approximate_recall_at_k(rows, labels, **options, parameters="nprobe=1", folder=tmp_path)
     work.update(trained=[], added=[])
-    (tmp_path / "shard-000000000300.index").write_bytes(b"left over")
+    (tmp_path / "shard-000000000300.index").write_bytes(b"the user's")
     apart = {"gallery": rows, "gallery_labels": labels, "query_ids": np.arange(9), "gallery_ids": np.arange(600)}
     found = approximate_recall_at_k(
         rows[:9] * 2, labels[:9], **apart, **options, parameters="nprobe=4", folder=tmp_path
     )
-    assert not list(tmp_path.glob("shard-*"))
+    assert (tmp_path / "shard-000000000300.index").read_bytes() == b"the user's"
     with monkeypatch.context() as patch:
         patch.setattr(recall_module, "_count", None)  # the exact search is there too
         result = approximate_recall_at_k(rows, labels, **options, parameters="nprobe=16", folder=tmp_path)
@@ -698,3 +700,109 @@ def test_storage_in_float16_is_an_exhaustive_search_of_rounded_rows():
         gap = sum(0 < rank <= k for rank in expected) - sum(0 < rank <= k for rank in exact)
         assert result.check.gap[k] == pytest.approx(gap / 120)
     assert not result.exact
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_gallery_that_differs_in_one_number_is_another_one(tmp_path):
+    rows, labels = clusters()
+    rows = rows.astype(np.float32)
+    options = {"ks": (1,), "index": "IVF8,Flat", "folder": tmp_path / "index"}
+    approximate_recall_at_k(rows, labels, **options)
+    before = contents(tmp_path)
+    rows[123, 4] = np.nextafter(rows[123, 4], 9, dtype=np.float32)
+    with pytest.raises(ValueError, match="which differs in gallery;"):
+        approximate_recall_at_k(rows, labels, **options)
+    assert contents(tmp_path) == before
+
+
+def test_shards_of_ours_are_removed_and_others_left(tmp_path, interrupted_write):
+    rows, labels = clusters(num=2500, dim=128)
+    interrupted_write(3)
+    with pytest.raises(KeyboardInterrupt):
+        approximate_recall_at_k(rows, labels, **SHARDS, folder=tmp_path)
+    (tmp_path / "shard-000000009999.index").write_bytes(b"theirs")
+    interrupted_write(-1)
+    expected = approximate_recall_at_k(rows, labels, **SHARDS)
+    result = approximate_recall_at_k(rows, labels, **SHARDS, folder=tmp_path)
+    assert [path.read_bytes() for path in tmp_path.glob("shard-*")] == [b"theirs"]
+    assert result.first_rank.tolist() == expected.first_rank.tolist()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "faiss cannot merge the shards: .*; remove the fold"),
+        (lambda path: os.truncate(path, 0), "faiss cannot merge the shards: .*; remove the folder"),
+        (lambda path: path.unlink(), r"its shards have 1,476 of 2,500 rows; remove it"),
+    ],
+)
+def test_a_shard_that_is_damaged_or_missing_is_no_index(tmp_path, interrupted_write, damage, message):
+    rows, labels = clusters(num=2500, dim=128)
+    interrupted_write(3)
+    with pytest.raises(KeyboardInterrupt):
+        approximate_recall_at_k(rows, labels, **SHARDS, folder=tmp_path)
+    interrupted_write(3)
+    with pytest.raises(KeyboardInterrupt):
+        approximate_recall_at_k(rows, labels, **SHARDS, folder=tmp_path)
+    damage(tmp_path / "shard-000000001024.index")
+    interrupted_write(-1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            approximate_recall_at_k(rows, labels, **SHARDS, folder=tmp_path)
+
+
+def test_an_index_of_other_rows_in_the_place_of_ours_is_refused(tmp_path):
+    rows, labels = clusters()
+    options = {"ks": (1,), "index": "IVF8,SQ8"}
+    approximate_recall_at_k(rows, labels, **options, folder=tmp_path / "a")
+    for other in (np.concatenate([rows, rows]), rows[:, :4]):
+        twice = np.resize(labels, len(other))
+        approximate_recall_at_k(other, twice, **options, folder=tmp_path / "b")
+        shutil.copy(tmp_path / "b" / "filled.index", tmp_path / "a" / "filled.index")
+        with pytest.raises(ValueError, match=r"a/filled.index: has [\d,]+ rows of \d dimensions, of a gallery of 600"):
+            approximate_recall_at_k(rows, labels, **options, folder=tmp_path / "a")
+        shutil.rmtree(tmp_path / "b")
+
+
+def test_a_full_disk_is_said_at_any_byte_and_the_next_call_goes_on(tmp_path, monkeypatch):
+    rows, labels = clusters()
+    options = {"ks": (1, 10), "index": "HNSW8", "folder": tmp_path / "index"}
+    expected = approximate_recall_at_k(rows, labels, ks=(1, 10), index="HNSW8")
+    with pytest.raises(OSError, match="No space left on device"):
+        index_files.write_index(faiss.IndexFlatL2(4), Path("/dev/full"))
+    write = index_files.write_index
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "write_index", lambda index, path: write(index, Path("/dev/full")))
+        with pytest.raises(OSError, match=r"No space left on device: '\S+trained.index'"):
+            approximate_recall_at_k(rows, labels, **options)
+    assert not list((tmp_path / "index").glob("*.index"))
+    assert approximate_recall_at_k(rows, labels, **options).first_rank.tolist() == expected.first_rank.tolist()
+
+
+def test_lists_are_not_merged_where_they_have_no_room(tmp_path, monkeypatch):
+    rows, labels = clusters()
+    options = {"ks": (1, 10), "index": "IVF8,Flat", "folder": tmp_path / "index"}
+    with monkeypatch.context() as patch:
+        patch.setattr(index_files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+        with pytest.raises(OSError, match=r"merging the lists takes [\d,]+ bytes, and 0 are free: '\S+/index'"):
+            approximate_recall_at_k(rows, labels, **options)
+    assert approximate_recall_at_k(rows, labels, **options).exact is False
+
+
+def test_a_folder_in_the_place_of_a_check_is_refused_and_left(tmp_path):
+    rows, labels = clusters()
+    options = {"ks": (1,), "index": "IVF8,Flat"}
+    for name, check in (("a", 50), ("b", 20)):
+        approximate_recall_at_k(rows, labels, **options, check=check, folder=tmp_path / name)
+    (check,) = (path.name for path in (tmp_path / "a").glob("check-*"))
+    (tmp_path / "b" / check).mkdir()
+    (tmp_path / "b" / check / "part-000000").write_text("theirs")
+    with pytest.raises(ValueError, match=rf"{check}: is there, but was not written by us"):
+        approximate_recall_at_k(rows, labels, **options, check=50, folder=tmp_path / "b")
+    assert [path.read_text() for path in (tmp_path / "b" / check).iterdir()] == ["theirs"]

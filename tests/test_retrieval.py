@@ -19,17 +19,18 @@ from PIL import Image
 from torch import nn
 
 from rambo_plugins.evaluation import cli
+from rambo_plugins.folders import OwnFolder
 from rambo_plugins.pml.datasets import RetrievalImages, load_images
 from rambo_plugins.pml.datasets import test_transform as image_transform
 from rambo_plugins.retrieval import checkpoint, train
-from rambo_plugins.retrieval.__main__ import main
+from rambo_plugins.retrieval.__main__ import PURPOSE, main
 from rambo_plugins.retrieval.arguments import parse_arguments
 from rambo_plugins.retrieval.losses import build_loss
 from rambo_plugins.retrieval.models import EmbeddingNet, build_net
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--backbone", "convnet", "--size", "28", "--resize", "32", "--embedding-size", "16", "--lr", "1e-3",
-         "--batch-size", "8", "--images-per-class", "2", "--batches-per-pair", "2", "--steps-per-epoch", "2",
+         "--batch-size", "8", "--images-per-class", "2", "--steps-per-epoch", "2",
          "--epochs", "1", "--workers", "0", "--device", "cpu", "--quiet"]  # fmt: skip
 
 
@@ -120,8 +121,9 @@ KS = {"sop": [1, 10, 100, 1000], "inshop": [1, 10, 20, 30, 50], "cub": [1, 2, 4,
 @pytest.mark.parametrize("data", MAKERS)
 def test_each_data_set_in_its_own_files_is_trained_and_tested(data, roots, tmp_path, capsys):
     backbone = ["--backbone", "resnet18", "--weights", "none"] if data == "cub" else []
+    pairs = ["--batches-per-pair", "2"] if data in ("sop", "inshop") else []
     options = ["--data", data, "--root", str(roots[data]), "--out", str(tmp_path), "--save-embeddings"]
-    assert main([*SMALL, *options, *backbone]) == 0
+    assert main([*SMALL, *options, *backbone, *pairs]) == 0
     outcome = read(tmp_path)
     (epoch,) = outcome["history"]
     assert [name for name in epoch if name.startswith("recall")] == [f"recall_at_{k}" for k in KS[data]]
@@ -140,9 +142,14 @@ def test_each_data_set_in_its_own_files_is_trained_and_tested(data, roots, tmp_p
     capsys.readouterr()
 
     other = tmp_path / "again"
-    assert main([*SMALL, *options, "--out", str(other), "--evaluate-only", str(tmp_path / "best.pt")]) == 0
+    test = [*options, "--workers", "0", "--device", "cpu", "--quiet"]
+    assert main([*test, "--out", str(other), "--evaluate-only", str(tmp_path / "best.pt")]) == 0
     again = json.loads((other / "evaluation.json").read_text())
-    assert again == {name: value for name, value in epoch.items() if name.startswith("recall")}
+    figures = {name: value for name, value in epoch.items() if name.startswith("recall")}
+    assert {name: again[name] for name in figures} == figures
+    assert (again["checkpoint"], again["epochs"]) == (str(tmp_path / "best.pt"), 1)
+    for split, found in again["images"].items():
+        assert outcome["settings"][f"{split} images"] == found
     np.testing.assert_array_equal(np.load(other / f"{splits[0]}_embeddings.npy"), files[0])
 
 
@@ -524,10 +531,10 @@ def test_weights_of_a_file_are_the_backbone_or_a_checkpoint(tmp_path, roots):
     torch.save(whole.state_dict(), tmp_path / "resnet18.pth")
     net = build_net("resnet18", 7, str(tmp_path / "resnet18.pth"))
     assert torch.equal(net.trunk.layer4[1].conv2.weight, whole.layer4[1].conv2.weight)
-    options = [*SMALL, "--data", "folder", "--root", str(roots["folder"]), "--out", str(tmp_path)]
+    options = [*SMALL, "--data", "folder", "--root", str(roots["folder"]), "--out", str(tmp_path / "run")]
     assert main(options) == 0
-    best = torch.load(tmp_path / "best.pt")["model"]
-    assert same(dict(build_net("convnet", 16, str(tmp_path / "best.pt")).state_dict()), dict(best))
+    best = torch.load(tmp_path / "run" / "best.pt")["model"]
+    assert same(dict(build_net("convnet", 16, str(tmp_path / "run" / "best.pt")).state_dict()), dict(best))
 
 
 def test_pretrained_weights_without_network_are_a_clear_error(monkeypatch):
@@ -582,12 +589,17 @@ def test_bad_arguments_end_with_one_line_and_code_2(line, tmp_path, capsys):
 
 
 def test_files_that_are_no_checkpoints_are_named(tmp_path, capsys):
-    (tmp_path / "checkpoint.pt").write_text("no")
+    run = OwnFolder(tmp_path / "run", PURPOSE)
+    run.own("checkpoint.pt").write_text("no")
     torch.save({"model": {}}, tmp_path / "other.pt")
-    assert main(["--data", "glyphs", "--quiet", "--out", str(tmp_path)]) == 2
+    torch.save({"settings": {"lr": 1}, "model": {}, "history": [], "step": 1}, tmp_path / "old.pt")
+    common = ["--data", "glyphs", "--quiet", "--out", str(tmp_path / "run")]
+    assert main([*common, "--device", "cpu"]) == 2
     assert "checkpoint.pt cannot be read as a checkpoint" in capsys.readouterr().err
-    assert main(["--data", "glyphs", "--evaluate-only", str(tmp_path / "other.pt"), "--out", str(tmp_path)]) == 2
+    assert main([*common, "--evaluate-only", str(tmp_path / "other.pt")]) == 2
     assert "other.pt is not a checkpoint of this command" in capsys.readouterr().err
+    assert main([*common, "--evaluate-only", str(tmp_path / "old.pt")]) == 2
+    assert "old.pt is not a checkpoint of this command: its settings lack backbone" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"other.pt: of another network: .* as conv1.weight"):
         build_net("resnet18", 7, str(tmp_path / "other.pt"))
 
@@ -614,7 +626,12 @@ def test_every_example_runs(name, roots, tmp_path, monkeypatch, capsys):
         pytest.importorskip("lightning")
     np.save(tmp_path / "e.npy", np.repeat(np.eye(4, dtype=np.float32), 2, axis=0))
     np.save(tmp_path / "l.npy", np.arange(8) // 2)
-    files = {"FOLDER": roots["folder"], "OUT": tmp_path, "EMBEDDINGS": tmp_path / "e.npy", "LABELS": tmp_path / "l.npy"}
+    files = {
+        "FOLDER": roots["folder"],
+        "OUT": tmp_path / "out",
+        "EMBEDDINGS": tmp_path / "e.npy",
+        "LABELS": tmp_path / "l.npy",
+    }
     arguments, printed = EXAMPLES[name]
     monkeypatch.setattr(sys, "argv", [name, *(str(files.get(argument, argument)) for argument in arguments)])
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,7 @@ from rambo_plugins.pml.datasets import (
     COUNTS,
     KS,
     RetrievalImages,
+    check_images,
     load_images,
     read_cub,
     read_folders,
@@ -192,7 +193,15 @@ class TestSOP:
             (lambda r: (r / "Ebay_train.txt").write_text(f"{SOP_HEADER}\n1 1 1 a.JPG\n2 1 b.JPG\n"),
              ValueError, r"Ebay_train.txt, line 3: expected 4 columns, .*, got '2 1 b.JPG'"),
             (lambda r: (r / "Ebay_train.txt").write_text(f"{SOP_HEADER}\n1 one 1 a.JPG\n"),
-             ValueError, "class_id: expected integers: .*'one'"),
+             ValueError, "Ebay_train.txt, line 2: class_id: expected an integer such as 12, got 'one'"),
+            (lambda r: (r / "Ebay_train.txt").write_text(f"{SOP_HEADER}\n1 1_0 1 a.JPG\n"),
+             ValueError, "line 2: class_id: expected an integer such as 12, got '1_0'"),
+            (lambda r: (r / "Ebay_train.txt").write_text(f"{SOP_HEADER}\n1 1 1 a.JPG\n\n2 1 1 b.JPG\n"),
+             ValueError, "line 3: expected 4 columns, .*, got ''"),
+            (lambda r: (r / "Ebay_train.txt").write_text(f"\ufeff{SOP_HEADER}\n1 1 1 a.JPG\n"),
+             ValueError, r"line 1: expected the header .*, got '.ufeffimage_id"),
+            (lambda r: (r / "Ebay_train.txt").write_bytes(f"{SOP_HEADER}\n1 1 1 é.JPG\n".encode("latin-1")),
+             ValueError, "line 2: expected text in UTF-8"),
             (lambda r: (r / "Ebay_test.txt").unlink(), FileNotFoundError, "no Ebay_test.txt in .*: extract Stanford"),
             (lambda r: (r / "Ebay_train.txt").rename(r / "train.txt"),
              FileNotFoundError, "no Ebay_train.txt or Stanford_Online_Products/Ebay_train.txt in .*: extract Stan"),
@@ -204,6 +213,18 @@ class TestSOP:
         damage(sop[0])
         with pytest.raises(error, match=message):
             read_sop(sop[0])
+
+    def test_an_image_in_two_rows_is_refused(self, sop):
+        root, train, _ = sop
+        write_sop_list(root / "Ebay_train.txt", [*train, (99, 8, *train[0][2:])])
+        with pytest.raises(ValueError, match=f"expected each image in one row, got {train[0][3]} in several"):
+            read_sop(root)
+
+    def test_super_classes_whose_numbers_and_folders_differ_are_refused(self, sop):
+        root, train, _ = sop
+        write_sop_list(root / "Ebay_train.txt", [(*train[0][:2], 12, train[0][3]), *train[1:]])
+        with pytest.raises(ValueError, match="the images of 12 in one folder, got them in cabinet_final and toaster"):
+            read_sop(root)
 
     def test_missing_images_are_counted_and_five_are_named(self, sop):
         root, train, _ = sop
@@ -265,8 +286,8 @@ class TestInShop:
             ({"header": "image_name item_id"}, "line 2: expected the header image_name item_id evaluation_status, got"),
             ({"rows": [("img/MEN/Denim/id_00000001/01.jpg", "id_00000001")]}, "line 3: expected 3 columns, image_name"),
             ({"rows": [("img/MEN/Denim/id_00000001/01.jpg", "id_00000001", "val")]},
-             "evaluation_status: expected train, query or gallery, got val"),
-            ({"rows": [("img/id_00000001/01.jpg", "id_00000001", "train")]}, "image_name: expected img/<gender>/<cat"),
+             "line 3: evaluation_status: expected train, query or gallery, got val"),
+            ({"rows": [("img/id_00000001/01.jpg", "id_00000001", "train")]}, "line 3: image_name: expected img/<ge"),
         ],
     )  # fmt: skip
     def test_a_damaged_list_is_named_with_what_was_expected(self, inshop, change, message):
@@ -323,10 +344,16 @@ class TestCUB:
         [
             (lambda lines: lines[:-1], "expected each image_id of images.txt once, and no other"),
             (lambda lines: [*lines[:-1], lines[0]], "expected each image_id of images.txt once, and no other"),
-            (lambda lines: [*lines[:-1], "36 201"], "class_id: expected 1 to 200, got 1 to 201"),
-            (lambda lines: [*lines[:-1], "36 0"], "class_id: expected 1 to 200, got 0 to 200"),
+            (lambda lines: [*lines[:-1], "36 201"], "line 36: class_id: expected 1 to 200, got 201"),
+            (lambda lines: [*lines[:-1], "36 0"], "line 36: class_id: expected 1 to 200, got 0"),
             (lambda lines: [*lines[:-1], "36"], "line 36: expected 2 columns, image_id class_id, got '36'"),
-            (lambda lines: [*lines[:-1], "36 x"], "class_id: expected integers"),
+            *[
+                (
+                    lambda lines, text=text: [*lines[:-1], f"36 {text}"],
+                    "line 36: class_id: expected an integer such as 12",
+                )
+                for text in ("x", "2_0_0", "+200", "0200", "٢٠٠", "nan", "200.0", "9" * 19)
+            ],
         ],
     )
     def test_a_damaged_list_is_named_with_what_was_expected(self, cub, change, message):
@@ -334,6 +361,18 @@ class TestCUB:
         path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
         with pytest.raises(ValueError, match=f"image_class_labels.txt.*{message}"):
             read_cub(cub[0])
+
+    def test_a_class_with_images_in_two_folders_is_refused(self, cub):
+        path = cub[0] / "image_class_labels.txt"
+        path.write_text(path.read_text().replace("1 1\n", "1 2\n", 1))
+        with pytest.raises(ValueError, match=r"the images of 2 in one folder, got them in 001.Some_Bird and 002.Some_"):
+            read_cub(cub[0])
+
+    def test_lists_with_line_ends_of_windows_are_the_same(self, cub):
+        expected = [(data.paths, data.labels.tolist()) for data in read_cub(cub[0])]
+        for name in ("images.txt", "image_class_labels.txt"):
+            (cub[0] / name).write_bytes((cub[0] / name).read_bytes().replace(b"\n", b"\r\n"))
+        assert [(data.paths, data.labels.tolist()) for data in read_cub(cub[0])] == expected
 
     def test_a_missing_list_is_asked_for(self, cub):
         (cub[0] / "image_class_labels.txt").unlink()
@@ -400,12 +439,62 @@ class TestFolders:
             for _, class_name, super_name in by_name(dataset):
                 assert class_name.split("/")[0] == super_name
 
-    def test_hidden_names_and_other_files_are_left_out(self, root):
+    def test_hidden_names_and_other_files_are_left_out_and_counted_in_one_line(self, root, caplog):
         before = [dataset.paths for dataset in read_folders(root)]
-        (root / "ant" / "notes.txt").write_text("no image")
+        assert not caplog.records
+        for name in ("notes.txt", "5.gif", "a.heic", "b\nc"):
+            (root / "ant" / name).write_text("no image")
         (root / "ant" / "._0.jpg").write_text("no image")
         Painter().paint(root / ".cache" / "0.jpg", 0)
+        (root / "fox").mkdir()
+        os.mkfifo(root / "ant" / "pipe.png")
         assert [dataset.paths for dataset in read_folders(root)] == before
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            f"{root}: left out 2 hidden ('.cache', 'ant/._0.jpg'); 4 not named as images ('ant/5.gif', 'ant/a.heic', "
+            "'ant/b\\nc', …); 1 neither files nor folders ('ant/pipe.png'); 1 folders without images ('fox')"
+        )
+
+    def test_what_is_beside_train_and_test_is_said(self, root, caplog):
+        for side, label in (("train", "ant"), ("test", "bee"), ("val", "cow")):
+            (root / side).mkdir()
+            (root / label).rename(root / side / label)
+        for label in ("dog", "eel"):
+            (root / label).rename(root / "train" / label)
+        train, test = read_folders(root)
+        assert (train.class_names, test.class_names) == (["ant", "dog", "eel"], ["bee"])
+        assert "left out 1 beside train and test ('val')" in caplog.text
+
+    def test_classes_and_images_that_are_links_are_read_as_if_they_were_there(self, root, tmp_path):
+        expected = [dataset.class_names for dataset in read_folders(root)]
+        (root / "cow").rename(tmp_path / "store")
+        (root / "cow").symlink_to(tmp_path / "store")
+        (root / "eel" / "0.jpg").rename(tmp_path / "picture.jpg")
+        (root / "eel" / "0.jpg").symlink_to(tmp_path / "picture.jpg")
+        found = read_folders(root)
+        assert [dataset.class_names for dataset in found] == expected
+        assert sum(len(dataset) for dataset in found) == 15
+
+    def test_broken_links_are_named(self, root):
+        (root / "fox").symlink_to(root / "nowhere")
+        (root / "ant" / "9.jpg").symlink_to(root / "nowhere.jpg")
+        with pytest.raises(FileNotFoundError, match=r"2 links to what is not there \('ant/9.jpg', 'fox'\)"):
+            read_folders(root)
+
+    @pytest.mark.parametrize("target", ["ant", "."])
+    def test_a_folder_that_is_there_twice_is_refused_and_a_loop_too(self, root, target):
+        (root / "bee" / "again").symlink_to(root / target)
+        with pytest.raises(ValueError, match=r"own/bee/again is the folder .* again, by a link"):
+            read_folders(root)
+
+    @pytest.mark.parametrize("name", [b"a\nb.png", b"a\xff.png", "a\u2028b.png".encode(), b"a\rb.png"])
+    def test_names_that_cannot_stand_in_a_list_are_refused(self, root, name):
+        Image.new("RGB", (8, 8)).save(root / "new.png")
+        (root / "new.png").rename(os.fsdecode(os.path.join(os.fsencode(root), b"ant", name)))
+        with pytest.raises(ValueError, match=r"own/ant/a.*png': a name .* cannot stand in a list") as caught:
+            read_folders(root)
+        str(caught.value).encode()
+        assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
@@ -415,7 +504,14 @@ class TestFolders:
             (lambda root: Painter().paint(root / "train" / "yak" / "0.jpg", 0), FileNotFoundError, "has train: expect"),
             (lambda root: [(root / name).rename(root.parent / name) for name in ("bee", "cow", "dog", "eel")],
              ValueError, "expected at least two classes, some for training and some for the test, got one"),
-            (lambda root: root.rename(root.parent / "away"), FileNotFoundError, "own has no images"),
+            (lambda root: [(root / side).mkdir() or (root / label).rename(root / side / label)
+                           for side, label in (("Train", "ant"), ("Test", "bee"))],
+             ValueError, "expected train and test in lower case, got Test, Train, cow, dog, eel"),
+            (lambda root: [(root / side).mkdir(parents=True) or (root / label).rename(root / side / label)
+                           for side, label in (("train", "ant"), ("test/insects", "bee"))],
+             ValueError, "expected super classes in both train and test, or in neither"),
+            (lambda root: root.rename(root.parent / "away"),
+             FileNotFoundError, "own: expected a folder with <class>/<image> in"),
         ],
     )  # fmt: skip
     def test_what_cannot_be_split_is_refused(self, root, change, error, message):
@@ -525,6 +621,13 @@ class TestImages:
         for (row, column), colour in {(0, 0): [1, 0, 0], (0, 7): [0, 1, 0], (7, 0): [0, 0, 1]}.items():
             torch.testing.assert_close(pixels[:, row, column], (torch.tensor(colour) - mean) / std)
 
+    def test_images_of_16_bits_keep_what_they_show(self, tmp_path):
+        pixels = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+        Image.fromarray(pixels).save(tmp_path / "a.png")
+        dataset = RetrievalImages([tmp_path / "a.png"], [0], transform=test_transform(8, 8))
+        shown = dataset[0][0][1] * 0.224 + 0.456
+        assert (shown * 65535 - torch.from_numpy(pixels.astype(np.float32))).abs().max() < 260  # a 255th
+
     def test_grey_transparent_palette_and_cmyk_images_become_rgb(self, tmp_path):
         paths = []
         for mode, suffix in [("L", "png"), ("RGBA", "png"), ("P", "png"), ("CMYK", "jpg"), ("1", "png")]:
@@ -588,11 +691,42 @@ class TestImages:
             ((["a"], [0.5]), TypeError, "labels: expected integers, got torch.float32"),
             ((["a"], [0], [True]), TypeError, "super_labels: expected integers, got torch.bool"),
             ((["a"], [0], [1, 2]), ValueError, r"super_labels: expected \(1,\)"),
+            ((["a"], [float("nan")]), TypeError, "labels: expected integers, got torch.float32"),
+            ((["a"], ["0"]), TypeError, "labels: expected integers"),
+            ((["a"], [2**70]), TypeError, "labels: expected integers"),
+            ((["a"], [-1]), ValueError, "labels: expected 0 to 9223372036854775807, got -1 to -1"),
+            ((["a"], np.array([2**63 + 5], np.uint64)), ValueError, "labels: expected 0 to 9223372036854775807, got -"),
+            (([b"a"], [0]), TypeError, "paths: expected str or pathlib.Path, got bytes"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, arguments, error, message):
         with pytest.raises(error, match=message):
             RetrievalImages(*arguments)
+
+    def test_labels_without_a_name_are_refused(self):
+        RetrievalImages(["a", "b"], np.array([0, 1], np.uint8), class_names=["x", "y"])
+        with pytest.raises(ValueError, match="labels: expected 0 to 1, got 0 to 2"):
+            RetrievalImages(["a", "b"], [0, 2], class_names=["x", "y"])
+
+    def test_seeds_and_epochs_are_integers(self, images):
+        with pytest.raises(TypeError):
+            images.set_epoch(1.5)
+        images.seed = 0.5
+        with pytest.raises(TypeError):
+            images[0]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_all_damaged_images_are_reported_at_once(self, images, workers, tmp_path):
+        check_images(images, workers=workers)
+        for number in (1, 4, 5, 7, 8, 10):
+            Path(images.paths[number]).write_bytes(b"")
+        Path(images.paths[11]).unlink()
+        state = torch.get_rng_state()
+        with pytest.raises(ValueError, match="7 of 12 images cannot be used: ") as caught:
+            check_images(images, workers=workers, progress=True)
+        assert torch.equal(torch.get_rng_state(), state)
+        named = [f"{number}.png" in str(caught.value).replace("11.png", "") for number in range(11)]
+        assert [number for number in range(11) if named[number]] == [1, 4, 5, 7, 8]
 
     def test_data_sets_travel_to_spawned_workers(self, images):
         again = pickle.loads(pickle.dumps(images))

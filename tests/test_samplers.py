@@ -2,6 +2,7 @@
 
 import collections
 import json
+import logging
 import os
 from datetime import timedelta
 
@@ -324,6 +325,50 @@ class TestTrainers:
         assert not torch.equal(trunk.weight, before)
 
 
+class TestImagesAlone:
+    def test_classes_of_one_image_are_counted(self, caplog):
+        SuperLabelBatchSampler([0, 0, 1, 2, 3, 3], batch_size=4)
+        assert [record.getMessage() for record in caplog.records] == [
+            "2 of 4 classes have a single image: it never has another of its class in a batch"
+        ]
+
+    def test_if_all_are_alone_it_is_said_what_can_learn_from_them(self, caplog):
+        assert len(SuperLabelBatchSampler([3, 1, 2, 0], [0, 0, 1, 1], batch_size=8)) == 10
+        assert [record.getMessage() for record in caplog.records] == [
+            "each of 4 classes has a single image: a loss without proxies learns nothing"
+        ]
+
+    def test_without_any_nothing_is_said(self, caplog):
+        with caplog.at_level(logging.INFO):
+            SuperLabelBatchSampler(*UNEVEN, batch_size=16)
+        assert not caplog.records
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_pairs_of_super_classes_without_two_images_of_a_class_are_counted(self, caplog, seed):
+        """As many as the batches say: the class 9 has an image in each of the super classes 1 and 2."""
+        supers = [0, 0, 0, 1, 1, 2, 2, 3, 3, 4]
+        labels = [5, 5, 6, 9, 1, 9, 2, 3, 4, 7]
+        sampler = SuperLabelBatchSampler(
+            labels, supers, images_per_class=2, batch_size=16, batches_per_pair=1, seed=seed
+        )
+        idle = sum(len({labels[i] for i in batch}) == len(set(batch)) for batch in sampler)
+        assert idle == 5  # 1 3, 1 4, 2 3, 2 4, 3 4
+        assert f"{idle} of 10 pairs of super classes have no class with two images" in caplog.text
+
+
+def test_numbers_of_numpy_are_numbers():
+    expected = SuperLabelBatchSampler(*UNEVEN, batch_size=16, batches_per_pair=3, seed=7)
+    given = SuperLabelBatchSampler(
+        *UNEVEN, images_per_class=np.int8(4), batch_size=np.uint8(16), batches_per_pair=np.int64(3), seed=np.uint64(7)
+    )
+    alone = SuperLabelBatchSampler(UNEVEN[0], batch_size=np.uint8(16))
+    assert len(alone) == len(SuperLabelBatchSampler(UNEVEN[0], batch_size=16))
+    for sampler in (expected, given):
+        sampler.set_epoch(np.uint8(2), np.int16(1))
+    assert list(given) == list(expected)
+    assert given._next == (3, 0)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -332,6 +377,10 @@ class TestBadInput:
             ({"labels": [0, 1], "super_labels": [0]}, ValueError, "got 1 for 2"),
             ({"labels": [[0, 1]]}, ValueError, r"labels: expected the shape \(N,\), got \(1, 2\)"),
             ({"labels": [0.0, 1.0]}, TypeError, "labels: expected integers, got float64"),
+            ({"labels": np.array([2**24, 2**24 + 1], np.float32)}, TypeError, "labels: expected integers, got float32"),
+            ({"labels": [0, float("nan"), 1, 1]}, TypeError, "labels: expected integers, got float64"),
+            ({"labels": [True, False, True, False]}, TypeError, "labels: expected integers, got bool"),
+            ({"labels": [2**64, 0, 1, 1]}, TypeError, "labels: expected integers, got object"),
             ({"labels": ["a", "b"]}, TypeError, "labels: expected integers, got <U1"),
             ({"super_labels": torch.rand(4)}, TypeError, "super_labels: expected integers, got float32"),
             ({"images_per_class": 1}, ValueError, "images_per_class: expected an integer of at least 2, got 1"),

@@ -69,7 +69,8 @@ class DetectionLoss(nn.Module):
     ``step`` the shares multiply and do nothing else.
 
     Args:
-        lambda_val: λ, in units of normalised ranks of the unit loss; 0.5 where no ``step`` is given either.
+        lambda_val: λ, in units of normalised ranks of the unit loss, λ·s_p in [1e-30, 1e30]; 0.5 where no ``step`` is
+            given either.
         step: δ, in units of the scores, in place of λ, see ``rank_loss``.
         margin: α ≥ 0 (Eq. 14), in units of the scores.
         memory: τ ≥ 0, batches whose scores are ranked together with the current one.
@@ -87,8 +88,12 @@ class DetectionLoss(nn.Module):
 
     ``memory`` is the ``ScoreMemory``, part of the ``state_dict``. ``statistics`` holds, after a forward pass, detached
     scalars for the log: ``ap_map`` and ``ap_apc``, the average precisions of the current batch alone, without margin;
-    ``share_zero_gradient``, the share of the relevant items ranked per class, memory included, whose score λ does not
-    reach (near 1 while the loss is large: λ is too small or the margin too large).
+    ``share_zero_gradient``, the share of the relevant items, memory included, that get no gradient from their ranking
+    per class, or, with ``map_weight=0``, among all classes (near 1 while the loss is large: λ is too small or the
+    margin too large).
+
+    The memory takes a batch in at the end of a forward pass, so one that fails can be repeated. With the check of NaN
+    off, boxes with a NaN among their scores are not remembered.
 
     >>> loss_fn = DetectionLoss(memory=0, margin=0.0)
     >>> scores = torch.tensor([[0.9, 0.5], [0.8, 0.2], [0.1, 0.7]])
@@ -114,22 +119,29 @@ class DetectionLoss(nn.Module):
         if lambda_val is None and step is None:
             lambda_val = 0.5
         length, uniform = checks.check_move(lambda_val, step, True, "batch", rank_plus_grad)
-        checks.check_not_negative("margin", margin)
-        checks.check_not_negative("map_weight", map_weight)
-        checks.check_not_negative("apc_weight", apc_weight)
+        map_weight = checks.check_not_negative("map_weight", map_weight)
+        apc_weight = checks.check_not_negative("apc_weight", apc_weight)
         checks.check_choice("precision_loss", precision_loss, _PRECISION_LOSSES)
+        if memory_warmup and not memory:
+            raise ValueError(
+                f"memory_warmup needs memory > 0, got memory_warmup={memory_warmup!r} and memory={memory!r}"
+            )
         if not map_weight + apc_weight:
             raise ValueError("map_weight or apc_weight must be > 0, got 0 for both")
         self.lambda_val = None if uniform else length
         self.step = length if uniform else None
-        self.margin = margin
+        self.margin = checks.check_not_negative("margin", margin)
         self.map_share = map_weight / (map_weight + apc_weight)
         self.apc_share = apc_weight / (map_weight + apc_weight)
+        for share in (self.map_share, self.apc_share):
+            if self.lambda_val is not None:
+                checks.check_lambda(self.lambda_val * (share or 1.0))
         self.precision_loss = precision_loss
-        self.rank_plus_grad = rank_plus_grad
+        self.rank_plus_grad = checks.check_flag("rank_plus_grad", rank_plus_grad)
         self.memory = ScoreMemory(memory, warmup=memory_warmup, gather=memory_gather)
         self.statistics: dict[str, Tensor] = {}
 
+    @torch.compiler.disable  # the memory grows: each step would be compiled anew
     def forward(self, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> DetectionParts:
         """The two parts of the loss of a batch.
 
@@ -143,7 +155,8 @@ class DetectionLoss(nn.Module):
             The parts; zeros attached to the graph where neither the batch nor the memory has an object.
 
         Raises:
-            TypeError, ValueError: an input of the wrong type, shape or value (labels: on the CPU); NaN scores.
+            TypeError, ValueError: an input of the wrong type, shape or device, NaN scores; on the CPU, labels out of
+                range, weights that are negative or NaN.
         """
         _check(scores, labels, weights)
         with torch.autocast(scores.device.type, enabled=False):
@@ -154,22 +167,26 @@ class DetectionLoss(nn.Module):
                 scores, labels = scores[kept], labels[kept]
             with torch.no_grad():
                 figures = self._rank(scores, labels, average_precision_item_loss, margin=0.0)
-            scores, labels = self.memory.extend(scores, labels)
+            (scores, labels), batch = self.memory.join(scores, labels)
             ranked = self._rank(scores, labels, _PRECISION_LOSSES[self.precision_loss], margin=self.margin)
+        (of_map, _), (of_apc, of_all) = figures
+        statistics = ranked[0][1] if self.map_share else ranked[1][1]
         self.statistics = {
-            "ap_map": (1 - figures[0]) * figures[1].num_relevant.any(),
-            "ap_apc": (1 - figures[2]) * figures[1].num_relevant.any(),
-            "share_zero_gradient": ranked[1].zero_gradient.sum() / ranked[1].num_relevant.sum().clamp(min=1),
+            "ap_map": (1 - of_map) * of_all.num_relevant.any(),
+            "ap_apc": (1 - of_apc) * of_all.num_relevant.any(),
+            "share_zero_gradient": statistics.zero_gradient.sum() / statistics.num_relevant.sum().clamp(min=1),
         }
-        return DetectionParts(self.map_share * ranked[0], self.apc_share * ranked[2])
+        if batch is not None:
+            self.memory.push(*(batch if checks._check_nan else _without_nan(*batch)))
+        return DetectionParts(self.map_share * ranked[0][0], self.apc_share * ranked[1][0])
 
     def _rank(
         self, scores: Tensor, labels: Tensor, item_loss: ItemLoss, margin: float
-    ) -> tuple[Tensor, RankStatistics, Tensor]:
-        """The loss of the mean of the classes, its statistics, the loss over all classes."""
+    ) -> list[tuple[Tensor, RankStatistics]]:
+        """The loss of the mean of the classes and that over all classes, with their statistics."""
         rows = scores.T.contiguous()
         relevance = labels == torch.arange(len(rows), device=labels.device)[:, None]
-        (map_loss, statistics), (apc_loss, _) = (
+        return [
             rank_loss(
                 items,
                 relevant,
@@ -183,12 +200,16 @@ class DetectionLoss(nn.Module):
                 (rows, relevance, self.map_share),
                 (rows.flatten(), relevance.flatten(), self.apc_share),
             )
-        )
-        return map_loss, statistics, apc_loss
+        ]
 
     def extra_repr(self) -> str:
         names = ("lambda_val", "step", "margin", "map_share", "apc_share", "precision_loss", "rank_plus_grad")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _without_nan(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    kept = ~scores.isnan().any(1)
+    return scores[kept], labels[kept]
 
 
 def _check(scores: Tensor, labels: Tensor, weights: Tensor | None) -> None:
@@ -198,13 +219,19 @@ def _check(scores: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"labels must be an integer tensor, got {got}")
+    if weights is not None and not isinstance(weights, Tensor):
+        raise TypeError(f"weights must be a tensor, got {type(weights).__name__}")
     for name, value in (("labels", labels), ("weights", weights)):
         if value is not None and tuple(value.shape) != (len(scores),):
             raise ValueError(
                 f"{name} must have shape ({len(scores)},) for scores {tuple(scores.shape)}, got {tuple(value.shape)}"
             )
+        if value is not None and value.device != scores.device:
+            raise ValueError(f"{name} must be on the device of the scores, {scores.device}, got {value.device}")
     if labels.device.type == "cpu" and len(labels) and not 0 <= labels.min() <= labels.max() <= scores.shape[1]:
         raise ValueError(
             f"labels must be in [0, {scores.shape[1]}] for {scores.shape[1]} classes, the last one the background, "
             f"got {int(labels.min())} to {int(labels.max())}"
         )
+    if weights is not None and weights.device.type == "cpu" and not (weights >= 0).all():
+        raise ValueError(f"weights must be numbers >= 0, got {float(weights[~(weights >= 0)][0])}")

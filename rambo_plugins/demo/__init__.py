@@ -1,7 +1,7 @@
 """The demo: RaMBO against losses of pytorch-metric-learning on real images, ``python -m rambo_plugins.demo``.
 
-``glyphs.py`` renders the images, ``data.py`` splits the data sets, ``train.py`` is one training run, ``report.py``
-draws and writes what came out, ``__main__.py`` is the command line.
+``glyphs.py`` renders the images, ``data.py`` splits the data sets, ``train.py`` is one training run, ``identity.py``
+says which runs have the same figures, ``report.py`` draws what came out, ``__main__.py`` is the command line.
 """
 
 try:

@@ -10,10 +10,15 @@ Each glyph is seen askew: a fixed random rotation, shear, stretch and shift of i
 of a letter is the same letter in the next weight of its typeface, and any loss finds it.
 """
 
+import functools
+import hashlib
 import io
+import json
+import logging
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +30,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rambo_plugins.demo.glyphs import SCRIPTS, SIZE, TRAIN_SCRIPTS, load_glyphs
+from rambo_plugins.images import read_image
+
+logger = logging.getLogger("rambo_plugins")
 
 SPLITS = ("glyphs", "omniglot", "digits")
 # Of each side: the alphabets, and the archives or folders that can hold them, the first that is there is read.
@@ -32,6 +40,7 @@ OMNIGLOT = (
     (("Balinese", "Early_Aramaic", "Greek", "Korean", "Latin"), "small1"),
     (("Japanese", "Sanskrit", "Tagalog"), "small2"),
 )
+OMNIGLOT_COUNTS = {"small1": 136, "small2": 106}  # characters, of 20 drawings each
 OMNIGLOT_SIDE = 105  # pixels a side of Omniglot's drawings
 
 
@@ -66,6 +75,15 @@ class ImageClasses(Dataset[tuple[Tensor, int]]):
         self.images = torch.from_numpy(images).unsqueeze(1).float() / 255
         self.labels, self.class_names = _renumber(classes, class_names)
         self.super_labels, self.super_names = _renumber(super_classes, super_names)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for the same images, labels and names."""
+        state = hashlib.blake2b(digest_size=16)
+        for values in (self.images, self.labels, self.super_labels):
+            state.update(repr((values.dtype, values.shape)).encode() + values.numpy().tobytes())
+        state.update(json.dumps([self.class_names, self.super_names]).encode())
+        return state.hexdigest()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -171,6 +189,12 @@ def _omniglot_side(root: Path, alphabets: Sequence[str], part: str) -> ImageClas
             class_names.append(f"{match[0]}/{character.name}")
         if supers[-1:] != [len(super_names) - 1]:
             raise ValueError(f"{folders[match[0]]}: an alphabet without characters, expected folders character01, …")
+    counts = np.bincount(classes)
+    if len(counts) != OMNIGLOT_COUNTS[part] or (counts != 20).any():
+        logger.warning(
+            "%s: %d characters of %d to %d drawings, but Omniglot has %d of 20 in these alphabets",
+            source, len(counts), counts.min(), counts.max(), OMNIGLOT_COUNTS[part],
+        )  # fmt: skip
     return ImageClasses(np.stack(images), np.array(classes), class_names, np.array(supers), super_names)
 
 
@@ -206,9 +230,10 @@ def _entries(folder: Path | zipfile.Path) -> list[Path] | list[zipfile.Path]:
 def _drawing(file: Path | zipfile.Path) -> np.ndarray:
     """(28, 28) uint8, ink 255 on 0, of a drawing in black on white."""
     try:
-        drawing = Image.open(io.BytesIO(file.read_bytes())).convert("L")
-    except (OSError, SyntaxError, ValueError, zipfile.BadZipFile) as error:
+        content = file.read_bytes()
+    except (zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    drawing = read_image(io.BytesIO(content), str(file)).convert("L")
     if drawing.size != (OMNIGLOT_SIDE, OMNIGLOT_SIDE):
         raise ValueError(f"{file}: got {drawing.size} pixels, expected {OMNIGLOT_SIDE} × {OMNIGLOT_SIDE}")
     return 255 - _resize(drawing, Image.Resampling.BILINEAR)  # averages over the area that a pixel covers

@@ -42,7 +42,7 @@ OVERSAMPLING = 8
 SAME = 0.02  # letters nearer than this are one class: Ф and Armenian Փ are at 0.019
 ALIKE = 0.1  # test letters as near as this to a training letter are left out: я and Latin ᴙ are at 0.099
 MIN_IMAGES = 8
-VERSION = 1  # of this module's output; part of the cache file's name
+VERSION = 2  # of this module's output and of the cache file's format; part of the cache file's name
 STORED = ("images", "labels", "scripts", "faces", "class_names")
 
 
@@ -198,17 +198,19 @@ def load_glyphs(cache_dir: str | os.PathLike[str] | None = None) -> Glyphs:
 
     Args:
         cache_dir: folder of the cache file; default ``$XDG_CACHE_HOME/rambo_plugins`` or ``~/.cache/rambo_plugins``.
-            A damaged file is rendered anew and a folder that cannot be written is done without, both with a warning.
+            A file there that is damaged, or was not written by us, is left alone and done without, and so is a folder
+            that cannot be written; both with a warning.
 
     Raises:
         FileNotFoundError: matplotlib was installed without its typefaces.
     """
     path = cache_path(cache_dir)
-    if path.exists():
+    if os.path.lexists(path):
         try:
             return _read(path)
         except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds for a damaged file
-            logger.warning("%s is damaged (%s): rendering the letters anew", path, error)
+            logger.warning("%s is damaged, or not ours: rendering the letters anew; delete it (%s)", path, error)
+            return _render_all()
     glyphs = _render_all()
     try:
         _write(path, glyphs)
@@ -217,23 +219,32 @@ def load_glyphs(cache_dir: str | os.PathLike[str] | None = None) -> Glyphs:
     return glyphs
 
 
+def _digest(path: Path, arrays: dict[str, Any]) -> str:
+    """Of the contents and of the name, which says what they were made by."""
+    state = hashlib.sha256(path.name.encode())
+    for name in STORED:
+        state.update(repr((name, arrays[name].dtype.str, arrays[name].shape)).encode() + arrays[name].tobytes())
+    return state.hexdigest()
+
+
 def _read(path: Path) -> Glyphs:
     with np.load(path, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in STORED}
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if len({shape[0] for name, shape in shapes.items() if name != "class_names"}) != 1:
-        raise ValueError(f"its arrays do not fit together: {shapes}")
+        digest = str(stored["digest"])
+    if digest != _digest(path, arrays):
+        raise ValueError("its digest is another")
     return Glyphs(**arrays | {"class_names": arrays["class_names"].tolist()})
 
 
 def _write(path: Path, glyphs: Glyphs) -> None:
+    """Whole or not at all, and never over what is there; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {name: np.asarray(getattr(glyphs, name)) for name in STORED}
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            arrays: dict[str, Any] = {name: np.asarray(getattr(glyphs, name)) for name in STORED}
-            np.savez_compressed(file, **arrays)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+            np.savez_compressed(file, **arrays, digest=np.array(_digest(path, arrays)))
+        if not os.path.lexists(path):
+            os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

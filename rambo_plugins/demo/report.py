@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rambo_plugins.demo.data import ImageClasses
+from rambo_plugins.demo.identity import versions
 from rambo_plugins.demo.train import KS, METRICS, Run
 from rambo_plugins.evaluation import RecallCalculator
 from rambo_plugins.evaluation.search import nearest
 
 TITLES = dict(zip(METRICS, ("R@1", "R@2", "R@4", "R@8", "MAP@R"), strict=True))
 RIGHT, WRONG = "#1a9641", "#d7191c"
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures may depend on."""
-    packages = ("rambo-plugins", "torch", "pytorch-metric-learning", "faiss-cpu", "numpy", "matplotlib", "pillow")
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ModuleNotFoundError:  # faiss-gpu in place of faiss-cpu
-        return "not installed"
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -123,7 +109,7 @@ def metrics(runs: list[Run], threads: int) -> dict[str, Any]:
     results = [{"loss": run.loss_name, "seed": run.seed, "history": run.history} for run in runs]
     settings = {**vars(runs[0].settings), "device": str(runs[0].device), "threads": threads}
     sets = {
-        side: {"images": len(data), "classes": len(data.class_names)}
+        side: {"images": len(data), "classes": len(data.class_names), "digest": data.digest}
         for side, data in (("train", runs[0].train_set), ("test", runs[0].test_set))
     }
     return {

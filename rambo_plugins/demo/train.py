@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import io
+import math
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch import nn
 from tqdm import tqdm
 
 from rambo_plugins.demo.data import ImageClasses
+from rambo_plugins.demo.identity import Settings, identity
 from rambo_plugins.evaluation import RecallCalculator
+from rambo_plugins.folders import OwnFolder
 from rambo_plugins.pml import RamboAPLoss, RamboRecallLoss
 
 # RaMBO's λ and margin were chosen by training on Latin and testing on Greek; PML's losses have their defaults.
@@ -31,25 +34,12 @@ KS = (1, 2, 4, 8)
 METRICS = (*(f"recall_at_{k}" for k in KS), "mean_average_precision_at_r")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all the runs of a comparison share."""
-
-    data: str = "glyphs"
-    epochs: int = 4
-    steps: int = 100
-    """Steps an epoch; the test set is evaluated after each."""
-    classes_per_batch: int = 32
-    images_per_class: int = 4
-    learning_rate: float = 2e-3
-    dimensions: int = 64
-
-
 class Run:
     """A loss and a seed on a data set; ``train`` goes on from the checkpoint in ``folder``, if there is one.
 
     Raises:
-        ValueError: the folder holds a run with other settings.
+        ValueError: the checkpoint is damaged, or of a run with other settings, on other data, or by other versions.
+        FloatingPointError: ``train``: a loss or a network that is not finite; the last checkpoint stays.
     """
 
     def __init__(
@@ -58,12 +48,14 @@ class Run:
         seed: int,
         settings: Settings,
         data: tuple[ImageClasses, ImageClasses],
-        folder: Path,
+        folder: OwnFolder,
         device: torch.device,
     ) -> None:
         self.loss_name, self.seed, self.settings, self.device = loss_name, seed, settings, device
         self.train_set, self.test_set = data
-        self.checkpoint = folder / f"{loss_name}-{seed}.pt"
+        self.identity = identity(settings, data, device)
+        self.folder, self.name = folder, f"checkpoints/{loss_name}-{seed}.pt"
+        checkpoint = folder.own(self.name)
         torch.manual_seed(seed)
         self.model = conv_net(settings.dimensions).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
@@ -77,23 +69,24 @@ class Run:
         )
         self.history: list[dict[str, float]] = []
         """An entry an epoch: the mean training loss, the seconds of training and the metrics on the test set."""
-        if self.checkpoint.exists():
-            self._load()
+        if checkpoint.exists():
+            self._load(checkpoint)
 
     def train(self, description: str) -> None:
         """The epochs that are still missing, each seeded by itself, so that a resumed run draws the same batches."""
         total, done = self.settings.epochs * self.settings.steps, len(self.history) * self.settings.steps
-        bar = tqdm(total=total, initial=done, desc=description, disable=False, leave=True)
-        for epoch in range(len(self.history) + 1, self.settings.epochs + 1):
-            start = time.perf_counter()
-            loss = self._train_epoch(epoch, bar)
-            seconds = time.perf_counter() - start
-            accuracies = self.tester.test({"test": self.test_set}, epoch, self.model)["test"]
-            metrics = {name: float(accuracies[f"{name}_level0"]) for name in METRICS}
-            self.history.append({"epoch": epoch, "loss": loss, "seconds": seconds, **metrics})
-            self._save()
-            bar.set_postfix_str(f"R@1 {100 * metrics['recall_at_1']:.1f} %")
-        bar.close()
+        with tqdm(total=total, initial=done, desc=description, disable=False, leave=True) as bar:
+            for epoch in range(len(self.history) + 1, self.settings.epochs + 1):
+                start = time.perf_counter()
+                loss = self._train_epoch(epoch, bar)
+                seconds = time.perf_counter() - start
+                if not all(value.isfinite().all() for value in self.model.state_dict().values()):
+                    raise FloatingPointError(self._not_finite(epoch, "the network"))
+                accuracies = self.tester.test({"test": self.test_set}, epoch, self.model)["test"]
+                metrics = {name: float(accuracies[f"{name}_level0"]) for name in METRICS}
+                self.history.append({"epoch": epoch, "loss": loss, "seconds": seconds, **metrics})
+                self._save()
+                bar.set_postfix_str(f"R@1 {100 * metrics['recall_at_1']:.1f} %")
 
     def test_embeddings(self) -> torch.Tensor:
         """Unit embeddings (N, D) of the test images."""
@@ -110,6 +103,8 @@ class Run:
 
         def after_step(trainer: trainers.MetricLossOnly) -> None:
             seen.append(float(trainer.losses["total_loss"].detach()))
+            if not math.isfinite(seen[-1]):
+                raise FloatingPointError(self._not_finite(epoch, f"the loss of step {len(seen)}"))
             bar.update()
 
         trainer = trainers.MetricLossOnly(
@@ -131,25 +126,48 @@ class Run:
     def _state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "loss": self.loss_fn}
 
+    def _not_finite(self, epoch: int, what: str) -> str:
+        return f"{self.loss_name}, seed {self.seed}: {what} of epoch {epoch} is not finite; try a smaller learning rate"
+
     def _save(self) -> None:
         saved = {name: part.state_dict() for name, part in self._state().items()}
-        saved |= {"settings": dataclasses.asdict(self.settings), "history": self.history}
-        unfinished = self.checkpoint.with_suffix(".tmp")
-        torch.save(saved, unfinished)
-        os.replace(unfinished, self.checkpoint)
+        saved |= {"identity": self.identity, "history": self.history}
+        content = io.BytesIO()
+        torch.save(saved, content)  # to a file, a full disk would be a RuntimeError without a name
+        with self.folder.writing(self.name) as path:
+            path.write_bytes(content.getvalue())
 
-    def _load(self) -> None:
-        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        here = dataclasses.asdict(self.settings)
-        if saved["settings"] != here:
-            changed = {k: (saved["settings"].get(k), v) for k, v in here.items() if saved["settings"].get(k) != v}
+    def _load(self, path: Path) -> None:
+        saved = _read(path, self.device)
+        there = saved["identity"]
+        changed = {k: (there.get(k), v) for k, v in self.identity.items() if there.get(k) != v}
+        if changed:
             raise ValueError(
-                f"{self.checkpoint} was trained with other settings (there, asked for): {changed}; "
-                "choose another --out, or start over with --fresh"
+                f"{path} was trained with other settings (there, now): {changed}; choose another --out, or start over "
+                "with --fresh"
             )
         for name, part in self._state().items():
             part.load_state_dict(saved[name])
         self.history = saved["history"]
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is another")
+        saved = torch.load(path, map_location=device, weights_only=True)
+        if not {"identity", "history", "model", "optimizer", "loss"} <= set(saved):
+            raise ValueError("parts are missing")
+    except OSError:
+        raise
+    except Exception as error:  # zipfile, pickle and torch raise a dozen kinds
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} is damaged, or no checkpoint of the demo: {what}; delete it, or start over with --fresh"
+        ) from error
+    return saved
 
 
 def conv_net(dimensions: int) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 yaml: ``add_rambo_config(cfg)``, then ``MODEL.ROI_HEADS.NAME: RamboROIHeads``. LazyConfig:
 ``model.roi_heads.box_predictor._target_ = RamboFastRCNNOutputLayers``. A stock training script that cannot be changed:
-``DETECTRON2_ENV_MODULE=rambo_plugins.detectron2.env``.
+``DETECTRON2_ENV_MODULE=rambo_plugins.detectron2.env``. The memory of a run is kept by the hook ``RamboState``.
 """
 
 try:

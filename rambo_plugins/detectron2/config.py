@@ -17,8 +17,12 @@ def add_rambo_config(cfg: CfgNode) -> None:
     >>> cfg.MODEL.ROI_BOX_HEAD.RAMBO.LAMBDA_VAL
     0.5
     """
-    if "RAMBO" in cfg.MODEL.ROI_BOX_HEAD:
-        return
+    if "RAMBO" not in cfg.MODEL.ROI_BOX_HEAD:
+        cfg.MODEL.ROI_BOX_HEAD.RAMBO = rambo_node()
+
+
+def rambo_node() -> CfgNode:
+    """The node with its defaults."""
     node = CfgNode()
     node.ENABLED = True
     node.LOSS_WEIGHT = 1.0
@@ -36,4 +40,4 @@ def add_rambo_config(cfg: CfgNode) -> None:
     node.TEST_TEMPERATURE = 1.0
     node.AUX_CE_WEIGHT = 0.0
     node.AUX_CE_STEPS = 0
-    cfg.MODEL.ROI_BOX_HEAD.RAMBO = node
+    return node

@@ -7,7 +7,10 @@ cascade stages can be averaged. The memory is no part of its state dict, in whic
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Mapping
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import torch
 from detectron2.config import CfgNode, configurable
@@ -15,10 +18,12 @@ from detectron2.layers import ShapeSpec, cat, cross_entropy
 from detectron2.modeling.roi_heads import FastRCNNOutputLayers
 from detectron2.structures import Instances
 from detectron2.utils.events import get_event_storage, has_event_storage
+from detectron2.utils.logger import log_first_n
 from torch import Tensor, nn
 
 from rambo_plugins.core import checks
 from rambo_plugins.core.detection import DetectionLoss, check_score_space, scores_to_rank
+from rambo_plugins.detectron2.config import rambo_node
 
 Predictions = tuple[Tensor, Tensor]
 """Logits (R, K + 1) and box deltas (R, 4·K or 4)."""
@@ -60,7 +65,14 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
     ``fast_rcnn/fg_cls_accuracy``, with softmax all that detectron2 has.
     """
 
-    rank_loss: DetectionLoss
+    if TYPE_CHECKING:  # else TorchScript would try to compile what is annotated
+        rank_loss: DetectionLoss
+        score_space: str
+        test_temperature: float
+        aux_ce_weight: float
+        aux_ce_steps: int
+        num_steps: int
+        _begun: bool
 
     @configurable
     def __init__(
@@ -85,7 +97,11 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
     ) -> None:
         checks.check_choice("score_mode", score_mode, ("sigmoid", "softmax"))
         checks.check_not_negative("aux_ce_weight", aux_ce_weight)
-        checks.check_not_negative("aux_ce_steps", aux_ce_steps)
+        if not isinstance(aux_ce_steps, Integral) or isinstance(aux_ce_steps, bool) or aux_ce_steps < 0:
+            raise ValueError(f"aux_ce_steps must be an integer >= 0, got {aux_ce_steps!r}")
+        for name, switch in (("memory_gather", memory_gather), ("rank_plus_grad", rank_plus_grad)):
+            if not isinstance(switch, bool):
+                raise ValueError(f"{name} must be True or False, got {switch!r}")
         if aux_ce_steps and not aux_ce_weight:
             raise ValueError("aux_ce_steps needs aux_ce_weight > 0, got 0")
         if kwargs.get("use_fed_loss"):
@@ -94,12 +110,14 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
             raise ValueError('use_sigmoid_ce contradicts score_mode="softmax": set USE_SIGMOID_CE to False')
         use_sigmoid = score_mode == "sigmoid"
         score_space = check_score_space(use_sigmoid, score_space, test_temperature)
+        kwargs["loss_weight"] = _loss_weights(kwargs.get("loss_weight", 1.0))
         super().__init__(input_shape, **{**kwargs, "use_sigmoid_ce": use_sigmoid})
         self.score_space = score_space
-        self.test_temperature = test_temperature
-        self.aux_ce_weight = aux_ce_weight
-        self.aux_ce_steps = aux_ce_steps
+        self.test_temperature = float(test_temperature)
+        self.aux_ce_weight = float(aux_ce_weight)
+        self.aux_ce_steps = int(aux_ce_steps)
         self.num_steps = 0
+        self._begun = False
         loss_fn = DetectionLoss(
             lambda_val=lambda_val,
             margin=margin,
@@ -117,43 +135,112 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)
         node = cfg.MODEL.ROI_BOX_HEAD.RAMBO
+        known = rambo_node().keys()
+        if node.keys() != known:
+            raise ValueError(f"MODEL.ROI_BOX_HEAD.RAMBO: expected the keys {sorted(known)}, got {sorted(node)}")
         options = {key.lower(): value for key, value in node.items() if key not in ("ENABLED", "LOSS_WEIGHT")}
         options["score_space"] = options["score_space"] or None
         arguments["loss_weight"] = {**arguments["loss_weight"], "loss_cls": node.LOSS_WEIGHT}
         return {**arguments, **options}
 
+    def train(self, mode: bool = True) -> RamboFastRCNNOutputLayers:
+        self.rank_loss.train(mode)
+        return super().train(mode)
+
     def losses(self, predictions: Predictions, proposals: list[Instances]) -> dict[str, Tensor]:
-        """``loss_cls`` and ``loss_box_reg`` of proposals with the fields that detectron2's losses expect."""
+        """``loss_cls`` and ``loss_box_reg`` of proposals with the fields that detectron2's losses expect.
+
+        The memory takes the batch in at the end, so a call that fails can be repeated. To repeat a step that failed
+        later, in the backward pass, keep ``run_state()`` of before and ``restore`` it.
+
+        Raises:
+            ValueError: other numbers of predictions and proposals, labels of no class (on a GPU: an assertion).
+        """
         logits, deltas = predictions
         gt_classes = cat([p.gt_classes for p in proposals]) if proposals else logits.new_zeros(0, dtype=torch.int64)
         proposed = [p.proposal_boxes.tensor for p in proposals]
         wanted = [(p.gt_boxes if p.has("gt_boxes") else p.proposal_boxes).tensor for p in proposals]
-        boxes, gt_boxes = (cat(some) if some else deltas.new_zeros(0, 4) for some in (proposed, wanted))
+        none = deltas.new_zeros(0, len(self.box2box_transform.weights))
+        boxes, gt_boxes = (cat(some) if some else none for some in (proposed, wanted))
+        self._check_labels(logits, gt_classes)
+        counts = self.training and torch.is_grad_enabled() and logits.requires_grad
+        if counts and not self._begun:
+            self._say_what_is_missing()
+        box_loss = self.box_reg_loss(boxes, gt_boxes, deltas, gt_classes)
         parts = self._classification_losses(logits, gt_classes)
         self._log(logits.detach(), gt_classes, parts)
+        if counts:
+            self._begun = True
+            self.num_steps += 1
         losses = {
             "loss_cls": sum(parts.values(), start=logits.new_zeros((), dtype=torch.float32)),
-            "loss_box_reg": self.box_reg_loss(boxes, gt_boxes, deltas, gt_classes),
+            "loss_box_reg": box_loss,
         }
         return {name: value * self.loss_weight.get(name, 1.0) for name, value in losses.items()}
 
+    def run_state(self) -> dict[str, Any]:
+        """The steps taken and the memory, on the CPU: what a run needs besides the weights to go on exactly."""
+        memory = {name: value.cpu() for name, value in self.rank_loss.state_dict().items()}
+        return {"num_steps": self.num_steps, "num_classes": self.num_classes, "rank_loss": memory}
+
+    def restore(self, state: dict[str, Any], of_another_process: bool = False) -> None:
+        """Take over a ``run_state``; from one of another process the steps, and the memory if it is common to all.
+
+        Raises:
+            ValueError: the state is of another number of classes.
+        """
+        if state["num_classes"] != self.num_classes:
+            raise ValueError(
+                f"the memory in the checkpoint is of {state['num_classes']} classes, the model has {self.num_classes}"
+            )
+        self._begun = True
+        self.num_steps = state["num_steps"]
+        self.rank_loss.memory.reset()
+        both = self.rank_loss.memory.batches and state["rank_loss"]  # that run and this one have a memory
+        if both and (self.rank_loss.memory.gather or not of_another_process):
+            self.rank_loss.load_state_dict(state["rank_loss"])
+
+    def _check_labels(self, logits: Tensor, gt_classes: Tensor) -> None:
+        if gt_classes.shape != logits.shape[:1]:
+            raise ValueError(
+                f"proposals: expected one for each of the {len(logits)} predictions, got {len(gt_classes)}"
+            )
+        right = ((gt_classes >= 0) & (gt_classes <= self.num_classes)).all()
+        if gt_classes.device.type != "cpu":
+            torch._assert_async(right, f"rambo_plugins: a label outside of [0, {self.num_classes}]")
+        elif not right:
+            raise ValueError(
+                f"labels must be in [0, {self.num_classes}] for {self.num_classes} classes, the last one the "
+                f"background, got {int(gt_classes.min())} to {int(gt_classes.max())}"
+            )
+
+    def _say_what_is_missing(self) -> None:
+        iteration = get_event_storage().iter if has_event_storage() else 0
+        begins = ["an empty memory"] if self.rank_loss.memory.batches else []
+        begins += ["aux_ce_steps from 0"] if self.aux_ce_steps else []
+        if iteration and begins:
+            log_first_n(
+                logging.WARNING,
+                f"training goes on at iteration {iteration} with {' and '.join(begins)}: the checkpoint has no state "
+                "of RaMBO, see rambo_plugins.detectron2.RamboState",
+                name="detectron2.rambo_plugins",
+                key="message",
+            )
+
     def _classification_losses(self, logits: Tensor, gt_classes: Tensor) -> dict[str, Tensor]:
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        ranked = logits[:, :-1] if self.use_sigmoid_ce else logits
-        parts = self.rank_loss(scores_to_rank(ranked, self.use_sigmoid_ce, self.score_space), gt_classes)
-        losses = {"loss_map": parts.map, "loss_apc": parts.apc}
+        losses = {}
         if self.aux_ce_weight:
             loss_ce = self.sigmoid_cross_entropy_loss if self.use_sigmoid_ce else cross_entropy
-            losses["loss_ce"] = self._aux_factor(logits.requires_grad) * loss_ce(logits, gt_classes)
-        return losses
+            losses["loss_ce"] = self._aux_factor() * loss_ce(logits, gt_classes)
+        ranked = logits[:, :-1] if self.use_sigmoid_ce else logits
+        parts = self.rank_loss(scores_to_rank(ranked, self.use_sigmoid_ce, self.score_space), gt_classes)
+        return {"loss_map": parts.map, "loss_apc": parts.apc, **losses}
 
-    def _aux_factor(self, needs_grad: bool) -> float:
+    def _aux_factor(self) -> float:
         if not self.aux_ce_steps:
             return self.aux_ce_weight
-        factor = self.aux_ce_weight * max(0.0, 1 - self.num_steps / self.aux_ce_steps)
-        if self.training and torch.is_grad_enabled() and needs_grad:
-            self.num_steps += 1
-        return factor
+        return self.aux_ce_weight * max(0.0, 1 - self.num_steps / self.aux_ce_steps)
 
     def _log(self, logits: Tensor, gt_classes: Tensor, parts: dict[str, Tensor]) -> None:
         if not has_event_storage():
@@ -173,9 +260,22 @@ class RamboFastRCNNOutputLayers(FastRCNNOutputLayers):
                 missed = (logits.argmax(1) == self.num_classes) & objects
                 storage.put_scalar("fast_rcnn/false_negative", missed.sum() / num_objects)
 
-    def predict_probs(self, predictions: Predictions, proposals: list[Instances]) -> tuple[Tensor, ...]:
+    def predict_probs(self, predictions: Predictions, proposals: list[Instances]) -> list[Tensor]:
         """Scores (R_i, K + 1) of each image; with sigmoid the last column, the background, is 0."""
-        if not self.use_sigmoid_ce:
-            return super().predict_probs(predictions, proposals)
-        scores = torch.sigmoid(predictions[0][:, :-1].float() / self.test_temperature)
-        return nn.functional.pad(scores, (0, 1)).split([len(p) for p in proposals])
+        logits = predictions[0]
+        if self.use_sigmoid_ce:
+            scores = nn.functional.pad(torch.sigmoid(logits[:, :-1].float() / self.test_temperature), (0, 1))
+        else:
+            scores = nn.functional.softmax(logits, dim=-1)
+        # The length of a tensor, not of the proposals: of these a trace would keep the number of its example.
+        return scores.split([p.proposal_boxes.tensor.shape[0] for p in proposals])
+
+
+def _loss_weights(given: float | dict[str, float]) -> dict[str, float]:
+    """As a dict with the names of both losses or fewer."""
+    names = ("loss_cls", "loss_box_reg")
+    weights = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    for name, value in weights.items():
+        checks.check_choice("a name in loss_weight", name, names)
+        checks.check_not_negative(f"loss_weight of {name}", value)
+    return {name: float(value) for name, value in weights.items()}

@@ -3,10 +3,9 @@
 LazyConfig needs none of them: there the predictor is an argument of the heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import ROI_HEADS_REGISTRY
@@ -40,6 +39,10 @@ def _rambo(cfg: CfgNode, predictor: FastRCNNOutputLayers) -> RamboFastRCNNOutput
 @ROI_HEADS_REGISTRY.register()
 class RamboROIHeads(RamboPredictors, StandardROIHeads):
     """StandardROIHeads (FPN, C5) with the rank loss."""
+
+    # For TorchScript, as detectron2 annotates the class that this one inherits from; annotations are not inherited.
+    mask_on: torch.jit.Final[bool]  # type: ignore[misc]
+    keypoint_on: torch.jit.Final[bool]  # type: ignore[misc]
 
 
 @ROI_HEADS_REGISTRY.register()

@@ -6,6 +6,7 @@ of an IVF index stay on disk. A sample of the queries is searched exactly too: t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,8 @@ from rambo_plugins.evaluation.inputs import (
     ArrayLike,
     check_choice,
     check_ks,
+    check_number,
+    check_seed,
 )
 from rambo_plugins.evaluation.plan import parse_bytes
 from rambo_plugins.evaluation.progress import bar
@@ -92,10 +95,11 @@ def approximate_recall_at_k(
         max_memory: bytes, or "800M", "4G": what this call takes beyond the index and the embeddings that are in memory
             already; 2 GiB by default.
         device: where the exact search of the sample runs, as in ``recall_at_k``.
-        folder: keeps the index, as far as it is built, and the exact search of the sample. The same call goes on from
-            there, and calls with other queries, labels or parameters, but the same gallery and index, use it again. The
-            inverted lists of IVF indexes, except FastScan and refined ones, stay in it and are read as needed: the
-            index may be larger than the memory. Building takes twice their size on disk.
+        folder: new or empty, or of such a call: keeps the index, as far as it is built, and the exact search of the
+            sample, for one process at a time. The same call goes on from there, and calls with other queries, labels or
+            parameters, but the same gallery and index, use it again. The inverted lists of IVF indexes, except FastScan
+            and refined ones, stay in it and are read as needed: the index may be larger than the memory. Building takes
+            twice their size on disk.
         progress: show bars.
 
     Returns:
@@ -103,7 +107,8 @@ def approximate_recall_at_k(
 
     Raises:
         TypeError, ValueError: as ``recall_at_k``; an index or parameters that faiss does not know or cannot use here;
-            a gallery too small to train it; a folder with another index.
+            a gallery too small to train it; a folder with another index or with anything else, or in use.
+        OSError: a full disk; what is finished stays.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -121,55 +126,56 @@ def approximate_recall_at_k(
     limit = ks[-1]
     check_choice(metric, "metric", METRICS)
     check_choice(lone, "lone", LONE)
-    for name, value in (("check", check), ("training", 1 if training is None else training)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: expected a positive number of rows, got {value!r}")
+    check = check_number(check, "check", "a positive number of rows")
+    training = None if training is None else check_number(training, "training", "a positive number of rows")
+    seed = check_seed(seed)
     max_memory = MEMORY if max_memory is None else max_memory
     memory = parse_bytes(max_memory)
 
     sides = as_sides(query, query_labels, gallery, gallery_labels, query_ids, gallery_ids, normalize)
     query_rows, gallery_rows, own_rows = sides.query, sides.gallery, sides.own_rows
     codes, gallery_codes, relevant = sides.query_codes, sides.gallery_codes, sides.num_relevant
-    used = Index(index, parameters, metric, gallery_rows, training, seed, memory, folder, progress)
     report_lone(np.flatnonzero(relevant == 0), query_rows.num, lone)
 
     averaged = np.arange(query_rows.num) if lone == "miss" else np.flatnonzero(relevant)
     sample_rng = np.random.default_rng(seed).spawn(1)[0]
     sample = np.sort(sample_rng.choice(averaged, min(check, len(averaged)), replace=False))
     exact, approximate, optimistic = np.full((3, query_rows.num), limit + 1)
-    at = sample[relevant[sample] > 0]
-    if len(at):
-        rows = query_rows.take(at)
-        name = f"check-{digest(rows, codes[at], own_rows[at], gallery_codes, np.array([limit, memory]))}"
-        found = recall_at_k(
-            rows,
-            codes[at],
-            _Blocks(gallery_rows),  # normalized already
-            gallery_codes,
-            ks,
-            query_ids=own_rows[at],
-            gallery_ids=np.arange(gallery_rows.num),
-            metric=metric,
-            method="count",
-            max_memory=memory,
-            device=device,
-            work=None if folder is None else Path(folder) / name,
-            progress=progress,
-        )
-        exact[at] = np.where(found.first_rank > 0, found.first_rank, limit + 1)
-    if relevant.any():
-        used.build()
-        k = min(limit + SPARE, gallery_rows.num) + 1  # one for the query itself
-        batch = max(1, min(4096, memory // 2 // (80 * k + 8 * query_rows.dim)))
-        with bar(progress, "search", query_rows.num, "query") as report:
-            for start, rows in query_rows.blocks(batch):
-                some = np.flatnonzero(relevant[start : start + len(rows)])
-                at = start + some
-                scores, neighbours = used.search(rows[some], k)
-                approximate[at], optimistic[at] = _ranks(
-                    scores, neighbours, own_rows[at], codes[at], gallery_codes, k > gallery_rows.num, limit
-                )
-                report(len(rows))
+    used = Index(index, parameters, metric, gallery_rows, training, seed, memory, folder, progress)
+    with contextlib.closing(used):
+        at = sample[relevant[sample] > 0]
+        if len(at):
+            rows = query_rows.take(at)
+            name = f"check-{digest(rows, codes[at], own_rows[at], gallery_codes, np.array(str((limit, memory))))}"
+            found = recall_at_k(
+                rows,
+                codes[at],
+                _Blocks(gallery_rows),  # normalized already
+                gallery_codes,
+                ks,
+                query_ids=own_rows[at],
+                gallery_ids=np.arange(gallery_rows.num),
+                metric=metric,
+                method="count",
+                max_memory=memory,
+                device=device,
+                work=None if used.folder is None else used.folder.files.own(name),
+                progress=progress,
+            )
+            exact[at] = np.where(found.first_rank > 0, found.first_rank, limit + 1)
+        if relevant.any():
+            used.build()
+            k = min(limit + SPARE, gallery_rows.num) + 1  # one for the query itself
+            batch = max(1, min(4096, memory // 2 // (80 * k + 8 * query_rows.dim)))
+            with bar(progress, "search", query_rows.num, "query") as report:
+                for start, rows in query_rows.blocks(batch):
+                    some = np.flatnonzero(relevant[start : start + len(rows)])
+                    at = start + some
+                    scores, neighbours = used.search(rows[some], k)
+                    approximate[at], optimistic[at] = _ranks(
+                        scores, neighbours, own_rows[at], codes[at], gallery_codes, k > gallery_rows.num, limit
+                    )
+                    report(len(rows))
 
     return RecallResult.of_ranks(
         approximate,

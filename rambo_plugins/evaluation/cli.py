@@ -1,86 +1,198 @@
-"""``rambo-recall``: Recall@K of embeddings in files, from the command line.
+"""Recall@K of embeddings in files, from the command line: ``rambo-recall``.
 
     rambo-recall --query test.npy --query-labels labels.npy --ks 1 10 100 --normalize --json recall.json
-    rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.npy --plot curve.png
+    rambo-recall --query q.npy --query-labels ql.txt --gallery g.fvecs --gallery-labels gl.txt --plot curve.png
     rambo-recall --query q.npy --query-labels ql.npy --gallery 10m.bvecs --gallery-labels gl.npy \\
         --index IVF65536_HNSW32,SQ8 --parameters nprobe=64 --work index
     rambo-recall --query test.npy --query-labels labels.npy --query-images paths.txt --panel neighbours.png
 
-Without ``--gallery`` the queries search among themselves. With ``--work FOLDER`` the same command goes on, after an
-interruption, from the parts that are finished. A panel shows queries, drawn with the seed, and their nearest
-neighbours. Bad files and options end in one line on standard error and the exit code 2.
+Without --gallery the queries search among themselves. Labels and ids are integers or strings, of one kind on both
+sides; each line of a .txt is a string. With --work FOLDER the same command goes on, after an interruption, from the
+parts that are finished. A panel shows queries, drawn with the seed, and their nearest neighbours.
+
+What you can mend is one line on standard error and the exit code 2; where only an output could not be written, the
+figures are printed all the same. An interruption is the exit code 130. A traceback is a fault of ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import dis
 import json
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rambo_plugins.evaluation.approximate import approximate_recall_at_k
 from rambo_plugins.evaluation.files import read_embeddings, read_keys
+from rambo_plugins.evaluation.options import OUTPUTS, is_table, parse
 from rambo_plugins.evaluation.panel import Panel
-from rambo_plugins.evaluation.recall import LONE, recall_at_k
+from rambo_plugins.evaluation.recall import recall_at_k
 from rambo_plugins.evaluation.result import RecallResult, wilson_interval
-from rambo_plugins.evaluation.scores import METRICS
+from rambo_plugins.evaluation.search import as_devices
 from rambo_plugins.evaluation.work import remove
+from rambo_plugins.folders import whole
 
-KEYS = ("query_labels", "gallery_labels", "query_ids", "gallery_ids")
+FILES = ("query", "gallery", "query_labels", "gallery_labels", "query_ids", "gallery_ids")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
     try:
-        for path in (args.json, args.plot, args.panel):
-            if path is not None:  # before the search, not after it
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
-        if args.plot is not None or args.panel is not None:
-            import matplotlib  # noqa: F401
-        panel = None if args.panel is None else Panel(args)
-        keys: dict[str, Any] = {name: read_keys(path) for name in KEYS if (path := getattr(args, name)) is not None}
-        options: dict[str, Any] = {
-            "ks": args.ks,
-            "metric": args.metric,
-            "normalize": args.normalize,
-            "lone": args.lone,
-            "seed": args.seed,
-            "max_memory": args.max_memory,
-            "device": args.device,
-            "progress": not args.quiet,
-        }
-        if args.index is not None and (args.map_at_r or args.sample is not None):
-            raise ValueError("--index: goes neither with --map-at-r nor with --sample")
-        gallery = None if args.gallery is None else read_embeddings(args.gallery)
-        if args.index is None:
-            exact = {"map_at_r": args.map_at_r, "sample": args.sample, "work": args.work}
-            result = recall_at_k(read_embeddings(args.query), gallery=gallery, **keys, **options, **exact)
-        else:
-            approximate = {"parameters": args.parameters, "check": args.check, "folder": args.work}
-            result = approximate_recall_at_k(
-                read_embeddings(args.query), gallery=gallery, index=args.index, **keys, **options, **approximate
-            )
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"rambo-recall: error: {error}", file=sys.stderr)
+        args = parse(argv, str(__doc__).replace("``", ""))
+        return _run(args)
+    except KeyboardInterrupt:
+        _say("interrupted; with --work FOLDER the same command goes on from the parts that were finished")
+        return 130
+    except Exception as error:
+        if not _to_mend(error):
+            raise
+        _say(f"error: {_line(error)}")
         return 2
-    print(result)
+
+
+def _run(args: argparse.Namespace) -> int:
+    _try_outputs(args)
+    as_devices(args.device)
+    data = _read(args)
+    panel = None if args.panel is None else Panel(args, data)
+    options: dict[str, Any] = {
+        "ks": args.ks,
+        "metric": args.metric,
+        "normalize": args.normalize,
+        "lone": args.lone,
+        "seed": args.seed,
+        "max_memory": args.max_memory,
+        "device": args.device,
+        "progress": not args.quiet,
+    }
+    if args.index is None:
+        exact = {"map_at_r": args.map_at_r, "sample": args.sample, "work": args.work}
+        result = recall_at_k(**data, **options, **exact)
+    else:
+        approximate = {"parameters": args.parameters, "check": args.check, "folder": args.work}
+        result = approximate_recall_at_k(**data, **options, index=args.index, **approximate)
+
+    steps: dict[str, Callable[[], None]] = {"line of them": lambda: print(result, flush=True)}
     if args.json is not None:
-        args.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+        steps["JSON"] = lambda: save(result, _in_folder(args.json))
     if args.plot is not None:
-        draw(result, args.plot)
+        steps["plot"] = lambda: draw(result, _in_folder(args.plot))
     if panel is not None:
-        try:
-            panel.draw(args.panel)
-        except (ValueError, OSError) as error:
-            print(f"rambo-recall: error: the figures are right, but there is no panel: {error}", file=sys.stderr)
-            return 2
+        steps["panel"] = lambda: panel.draw(_in_folder(args.panel))
+    if not _all_done(steps):
+        return 2
     if args.work is not None and args.index is None:  # all is written
         remove(args.work)
     return 0
+
+
+def _read(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``recall_at_k`` that are in files."""
+    named = {"columns": args.columns, "label_column": args.label_column, "id_column": args.id_column}
+    data = {}
+    for name in FILES:
+        path = getattr(args, name)
+        if path is None:
+            continue
+        option = "label_column" if "labels" in name else "id_column" if "ids" in name else "columns"
+        reader = read_embeddings if option == "columns" else read_keys
+        data[name] = reader(path, named[option] if is_table(path) else None)
+    return data
+
+
+def _try_outputs(args: argparse.Namespace) -> None:
+    """Raises, before the work, what would keep an output from being written after it. Writes nothing."""
+    outputs = {name: path.resolve() for name in OUTPUTS if (path := getattr(args, name)) is not None}
+    if "plot" in outputs or "panel" in outputs:
+        from matplotlib.figure import Figure
+
+        kinds = Figure().canvas.get_supported_filetypes()
+    for name, path in outputs.items():
+        if name != "json" and path.suffix.lower()[1:] not in kinds:
+            expected = ", ".join(f".{kind}" for kind in sorted(kinds))
+            raise ValueError(f"--{name}: expected a name that ends in {expected}, got {str(path)!r}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--{name}: expected a file to write, got {str(path)!r}, which is none")
+        for other, taken in [
+            *((one, Path(getattr(args, one)).resolve()) for one in FILES if getattr(args, one) is not None),
+            *((one, outputs[one]) for one in outputs if one != name),
+        ]:
+            if path == taken:
+                raise ValueError(f"--{name}: expected another file than --{other.replace('_', '-')}, got {str(path)!r}")
+        folder = next(folder for folder in path.parents if folder.exists())
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"--{name}: {str(path)!r} cannot be written: {error.strerror}: {str(folder)!r}") from error
+
+
+def _all_done(steps: dict[str, Callable[[], None]]) -> bool:
+    """Whether all steps went well. One that fails keeps none of the others from being done."""
+    failed, ours = False, None
+    for name, step in steps.items():
+        try:
+            step()
+        except Exception as error:
+            _say(f"error: the figures are right, but there is no {name}: {_line(error)}")
+            failed, ours = True, ours if _to_mend(error) else error
+    if ours is not None:
+        raise ours
+    return not failed
+
+
+def _in_folder(path: Path) -> Path:
+    """Where a link leads, in a folder that is there."""
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _to_mend(error: Exception) -> bool:
+    """Whether whoever calls can mend it: what the system says, and what our own lines say by ``raise``.
+
+    The same classes come out of numpy and others where a line of ours is wrong.
+    """
+    if isinstance(error, OSError | ModuleNotFoundError) or _is_out_of_memory(error):
+        return True
+    if not isinstance(error, ValueError | TypeError | ImportError) or error.__traceback__ is None:
+        return False
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    ours = str(last.tb_frame.f_globals.get("__name__")).partition(".")[0] in ("rambo_plugins", "__main__")
+    return ours and dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch on the CPU
+
+
+def _line(error: Exception) -> str:
+    said = str(error).strip() or type(error).__name__
+    if _is_out_of_memory(error):
+        return f"out of memory: {said.splitlines()[0]}; lower --max-memory, or bring embeddings as .npy, read in blocks"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return said
+
+
+def _say(line: str) -> None:
+    """One line, whatever is in the name of a file."""
+    text = f"rambo-recall: {line}".replace("\n", "\\n").encode(errors="backslashreplace").decode()
+    print(text, file=sys.stderr)
+
+
+def save(result: RecallResult, path: Path) -> None:
+    with whole(path) as unfinished:
+        unfinished.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 def draw(result: RecallResult, path: Path) -> None:
@@ -88,9 +200,9 @@ def draw(result: RecallResult, path: Path) -> None:
     from matplotlib.figure import Figure
 
     averaged = result.num_averaged
-    cutoffs = np.arange(1, result.ks[-1] + 1)
+    cutoffs = np.arange(1, min(result.ks[-1], result.num_gallery) + 1)
     hits = np.bincount(result.first_rank[result.first_rank > 0], minlength=len(cutoffs) + 1)[1:].cumsum()
-    share = hits / max(averaged, 1)
+    share = hits / averaged if averaged else np.full(len(cutoffs), np.nan)
     low, high = np.transpose([wilson_interval(one, averaged) for one in share])
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -99,46 +211,8 @@ def draw(result: RecallResult, path: Path) -> None:
     marked = [k for k in result.ks if k <= len(cutoffs)]
     axes.plot(marked, [100 * result.recall[k] for k in marked], "o")
     axes.set(xscale="log", xlabel="K", ylabel="Recall@K in %", title=f"{averaged:,} queries, 95 % interval")
-    figure.savefig(path, dpi=120)
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="rambo-recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--query", required=True, help="embeddings: .npy, .npz, .fvecs, .bvecs, .ivecs or .parquet")
-    parser.add_argument("--query-labels", required=True, help="labels: .npy, .npz, .ivecs, .parquet, or .txt of lines")
-    parser.add_argument("--gallery", help="embeddings to search in; default: the queries themselves")
-    parser.add_argument("--gallery-labels")
-    parser.add_argument("--query-ids", help="with --gallery-ids: an item of the query's id is the query, and left out")
-    parser.add_argument("--gallery-ids")
-    parser.add_argument("--ks", nargs="+", type=int, default=[1, 10, 100, 1000], metavar="K")
-    parser.add_argument("--metric", choices=list(METRICS), default="inner_product")
-    parser.add_argument("--normalize", action="store_true", help="bring all embeddings to length 1 first")
-    parser.add_argument("--lone", choices=LONE, default="exclude", help="queries without a relevant item")
-    parser.add_argument("--map-at-r", action="store_true", help="compute MAP@R too")
-    parser.add_argument("--sample", type=int, metavar="QUERIES", help="search only so many, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--max-memory", metavar="BYTES", help="800M, 4G: beyond what the files in memory take")
-    parser.add_argument("--device", nargs="+", help="cpu, cuda, cuda:1; several share the gallery")
-    parser.add_argument(
-        "--work", type=Path, metavar="FOLDER", help="keep finished parts here until all is done; an --index for good"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the curve over K to this file")
-    approximate = parser.add_argument_group("approximate search, checked against exact search on a sample")
-    approximate.add_argument("--index", metavar="FACTORY", help="of faiss: IVF4096,Flat; IVF65536_HNSW32,PQ64; HNSW32")
-    approximate.add_argument("--parameters", default="", help="of its search: nprobe=16, efSearch=256")
-    approximate.add_argument("--check", type=int, default=1000, metavar="QUERIES", help="that exact search takes too")
-    panel = parser.add_argument_group("panel")
-    panel.add_argument("--panel", type=Path, help="draw queries with their nearest neighbours to this file")
-    panel.add_argument("--query-images", type=Path, help=".txt with the path of an image a line, a line a query")
-    panel.add_argument("--gallery-images", type=Path, help="likewise, with --gallery")
-    panel.add_argument("--image-root", type=Path, default=Path(), help="that the paths start from")
-    panel.add_argument("--panel-queries", type=int, default=8, metavar="ROWS")
-    panel.add_argument("--panel-neighbours", type=int, default=10, metavar="COLUMNS")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args(argv)
+    with whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)
 
 
 if __name__ == "__main__":

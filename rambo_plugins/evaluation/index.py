@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ from typing import Any
 
 import faiss
 import numpy as np
-from faiss.contrib.ondisk import merge_ondisk
 
 from rambo_plugins.evaluation.embeddings import Embeddings
+from rambo_plugins.evaluation.index_files import has_plain_lists, merge_shards, read_index, said, write_index
 from rambo_plugins.evaluation.progress import bar
-from rambo_plugins.evaluation.work import WorkFolder, digest
+from rambo_plugins.evaluation.work import INDEX, WorkFolder, digest, digest_of_all
 
 TRAINING = 65536  # rows to train on, or
 PER_CENTROID = 64  # times the centroids, if that is more
@@ -32,7 +31,7 @@ class Index:
 
     In a folder: ``trained.index``; then ``shard-{n}.index``, rows up to n of an IVF index, which ``build`` merges; or
     ``filled.index`` with the first rows, written again and again. At the end only ``filled.index`` is left, and the
-    file of inverted lists that it refers to.
+    file of inverted lists that it refers to. ``close`` lets the folder go, which no other process has until then.
     """
 
     def __init__(
@@ -51,19 +50,15 @@ class Index:
             raise ValueError(f"index: expected one that takes rows block by block, in their order, got {factory!r}")
         self._set_parameters()
         self.num_training = 0 if self.index.is_trained else self._training_size(training)
-        self.folder = None if folder is None else Path(folder).resolve()
-        if self.folder is not None:
-            rows = gallery.take(np.unique(np.linspace(0, gallery.num - 1, 64).astype(np.int64)))
-            problem = {
-                "index": factory,
-                "metric": metric,
-                "gallery": [gallery.num, gallery.dim, digest(rows)],
-                "training rows": training,
-                "seed": seed,
-            }
-            WorkFolder(self.folder, problem)
+        self.folder: WorkFolder | None = None
+        if folder is not None:
+            self.folder = WorkFolder(Path(folder).resolve(), INDEX, lambda: self._described(training))
             # named for its contents, so that a copied index never reads the lists of another one
-            self.lists = self.folder / f"lists-{digest(np.array(str(problem)))}.ivf"
+            self.lists = f"lists-{digest(np.array(str(self._problem)))}.ivf"
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.close()
 
     def build(self) -> None:
         """Trains and fills the index, or reads it."""
@@ -71,23 +66,23 @@ class Index:
             self._train()
             self._add()
         else:
-            filled, trained = self.folder / "filled.index", self.folder / "trained.index"
-            if not filled.exists():
-                if trained.exists():
-                    self.index = _read(trained)
+            if not self._has("filled.index"):
+                if self._has("trained.index"):
+                    self.index = self._read("trained.index")
                 else:
                     self._train()
-                    _write(self.index, trained)
-                if _has_plain_lists(self.index):
+                    self._write("trained.index")
+                if has_plain_lists(self.index):
                     self._fill_shards()
-                    self._merge(filled)
-            if filled.exists():
-                self.index = _read(filled)
+                    self._merge()
+            if self._has("filled.index"):
+                self.index = self._read("filled.index")
             if self.index.ntotal < self.gallery.num:
-                self._add(filled)
-                _write(self.index, filled)
-            for path in [trained, *self.folder.glob("shard-*")]:
-                path.unlink(missing_ok=True)
+                self._add("filled.index")
+                self._write("filled.index")
+            done = {"trained.index", *self._shards()} & self.folder.files.names
+            if done:
+                self.folder.files.remove(*done)
         self._set_parameters()
 
     def search(self, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,6 +90,18 @@ class Index:
         with self._errors("search"):
             scores, found = self.index.search(rows, k)
         return -scores if self.metric == "l2" else scores, found
+
+    def _described(self, training: int | None) -> dict[str, object]:
+        """What decides what is in the folder."""
+        rows = self.gallery
+        self._problem: dict[str, object] = {
+            "index": self.factory,
+            "metric": self.metric,
+            "gallery": [rows.num, rows.dim, digest_of_all(rows, self.block, self.progress)],
+            "training rows": training,
+            "seed": self.seed,
+        }
+        return self._problem
 
     def _set_parameters(self) -> None:
         if not self.parameters:
@@ -114,7 +121,7 @@ class Index:
             space.set_index_parameters(self.index, self.parameters)
         except RuntimeError as error:
             raise ValueError(
-                f"parameters: {self.factory!r} does not take {self.parameters!r}: {_said(error)}"
+                f"parameters: {self.factory!r} does not take {self.parameters!r}: {said(error)}"
             ) from error
 
     def _training_size(self, asked: int | None) -> int:
@@ -150,34 +157,64 @@ class Index:
             self.index.train(rows)
             report(len(rows))
 
-    def _add(self, filled: Path | None = None) -> None:
+    def _add(self, filled: str | None = None) -> None:
         """The rows that the index lacks; now and then it is written to ``filled``."""
         written = time.monotonic()
         for _, rows in self._missing(self.index.ntotal):
             with self._errors("add to"):
                 self.index.add(rows)
             if filled is not None and time.monotonic() - written > CHECKPOINT:
-                _write(self.index, filled)
+                self._write(filled)
                 written = time.monotonic()
 
     def _fill_shards(self) -> None:
         """The rows that the shards lack, in more of them, each of a quarter of the memory: lists grow by doubling."""
-        assert self.folder is not None
-        done = max((int(path.stem.split("-")[1]) for path in self.folder.glob("shard-*.index")), default=0)
+        done = max((int(name.split("-")[1].split(".")[0]) for name in self._shards()), default=0)
         most = self.memory // 4 // (faiss.extract_index_ivf(self.index).code_size + 8)
         for start, rows in self._missing(done):
             stop = start + len(rows)
             with self._errors("add to"):
                 self.index.add_with_ids(rows, np.arange(start, stop))
             if self.index.ntotal >= most or stop == self.gallery.num:
-                _write(self.index, self.folder / f"shard-{stop:012d}.index")
+                self._write(f"shard-{stop:012d}.index")
                 self.index.reset()
 
-    def _merge(self, filled: Path) -> None:
-        """The inverted lists of the shards in one file each of whose lists is in one piece."""
+    def _merge(self) -> None:
+        """The index with the lists of all shards, which stay on disk."""
         assert self.folder is not None
-        merge_ondisk(self.index, [str(path) for path in sorted(self.folder.glob("shard-*.index"))], str(self.lists))
-        _write(self.index, filled)
+        shards = [self.folder.path / name for name in self._shards()]
+        merge_shards(self.index, shards, self.folder.files.own(self.lists))
+        if self.index.ntotal != self.gallery.num:
+            raise ValueError(
+                f"{self.folder.path}: its shards have {self.index.ntotal:,} of {self.gallery.num:,} rows; remove it"
+            )
+        self._write("filled.index")
+
+    def _has(self, name: str) -> bool:
+        assert self.folder is not None
+        return self.folder.files.own(name).exists()
+
+    def _shards(self) -> list[str]:
+        """Those of our list that are there, in order."""
+        assert self.folder is not None
+        names = sorted(name for name in self.folder.files.names if name.startswith("shard-"))
+        return [name for name in names if self._has(name)]
+
+    def _read(self, name: str) -> Any:
+        assert self.folder is not None
+        path = self.folder.path / name
+        index = read_index(path)
+        if index.d != self.gallery.dim or index.ntotal > self.gallery.num:
+            raise ValueError(
+                f"{path}: has {index.ntotal:,} rows of {index.d} dimensions, of a gallery of {self.gallery.num:,} of "
+                f"{self.gallery.dim}; remove the folder"
+            )
+        return index
+
+    def _write(self, name: str) -> None:
+        assert self.folder is not None
+        with self.folder.files.writing(name) as path:
+            write_index(self.index, path)
 
     def _missing(self, done: int) -> Iterator[tuple[int, np.ndarray]]:
         """The gallery but for the first ``done`` rows, in blocks."""
@@ -195,42 +232,4 @@ class Index:
         try:
             yield
         except RuntimeError as error:
-            raise ValueError(f"index: faiss cannot {doing} {self.factory!r}: {_said(error)}") from error
-
-
-def _has_plain_lists(index: Any) -> bool:
-    """Whether it is an IVF index whose lists can be merged on disk, and holds nothing beside them."""
-    while isinstance(index, faiss.IndexPreTransform):
-        index = faiss.downcast_index(index.index)
-    if not isinstance(index, faiss.IndexIVF) or isinstance(index, faiss.IndexIVFPQR):
-        return False
-    return isinstance(_lists(index), faiss.ArrayInvertedLists) and hasattr(faiss, "OnDiskInvertedLists")  # not Windows
-
-
-def _lists(ivf: Any) -> Any:
-    return faiss.downcast_InvertedLists(ivf.invlists)
-
-
-def _read(path: Path) -> Any:
-    try:
-        try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY)
-        except RuntimeError:  # the folder was moved
-            index = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: faiss cannot read it: {_said(error)}; remove the folder") from error
-    ivf = faiss.try_extract_index_ivf(index)
-    if ivf is not None and isinstance(_lists(ivf), getattr(faiss, "OnDiskInvertedLists", ())):
-        _lists(ivf).prefetch_nthread = faiss.omp_get_max_threads()
-    return index
-
-
-def _write(index: Any, path: Path) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    faiss.write_index(index, str(unfinished))
-    os.replace(unfinished, path)
-
-
-def _said(error: RuntimeError) -> str:
-    """faiss's message without the place in its source."""
-    return re.sub(r"^Error in .*? at \S+:\d+: (Error: )?", "", str(error), flags=re.DOTALL)
+            raise ValueError(f"index: faiss cannot {doing} {self.factory!r}: {said(error)}") from error

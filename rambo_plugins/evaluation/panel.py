@@ -3,66 +3,64 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rambo_plugins.evaluation.embeddings import Embeddings
-from rambo_plugins.evaluation.files import read_embeddings, read_keys
-from rambo_plugins.evaluation.inputs import find_own_rows, joint_codes
+from rambo_plugins.evaluation.files import read_paths
+from rambo_plugins.evaluation.inputs import as_keys, find_own_rows, joint_codes
 from rambo_plugins.evaluation.neighbours import find_neighbours
 from rambo_plugins.evaluation.search import as_devices
+from rambo_plugins.folders import whole
 
 
 class Panel:
     """Some queries, drawn with the seed, and their nearest neighbours as images, by the command line's arguments.
 
+    Args:
+        args: of the command line.
+        data: the arguments of ``recall_at_k`` that were read from its files.
+
     Raises:
-        ValueError: no lists of images, or of another length than the labels; an image of these queries is missing.
+        ValueError: lists of images of another length than the labels; an image of these queries is missing.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        sides = ["query"] if args.gallery is None else ["query", "gallery"]
-        self.images, labels = {}, {}
-        for side in sides:
+    def __init__(self, args: argparse.Namespace, data: Mapping[str, Any]) -> None:
+        self.args, self.data = args, data
+        labels, self.images = [], []
+        for side in ("query", "gallery") if "gallery" in data else ("query",):
+            labels.append(as_keys(data[f"{side}_labels"], f"{side}_labels"))
             listed = getattr(args, f"{side}_images")
-            if listed is None:
-                raise ValueError(f"--panel: expected --{side}-images with it, a .txt with a path a line")
-            labels[side] = read_keys(getattr(args, f"{side}_labels"))
-            paths = [args.image_root / line for line in listed.read_text(encoding="utf-8").splitlines()]
-            if len(paths) != len(labels[side]):
-                raise ValueError(f"{listed}: expected {len(labels[side])} lines, as labels, got {len(paths)}")
-            self.images[side] = paths
-        self.query_codes, self.gallery_codes = joint_codes(labels["query"], labels[sides[-1]], "labels")
+            self.images.append([args.image_root / path for path in read_paths(listed)])
+            if len(self.images[-1]) != len(labels[-1]):
+                raise ValueError(f"{listed}: expected {len(labels[-1])} lines, as labels, got {len(self.images[-1])}")
+        self.query_codes, self.gallery_codes = joint_codes(labels[0], labels[-1], "query_labels and gallery_labels")
         num = len(self.query_codes)
         drawn = np.random.default_rng(args.seed).choice(num, min(args.panel_queries, num), replace=False)
         self.at = np.sort(drawn)
-        for path in (self.images["query"][row] for row in self.at):
+        for path in (self.images[0][row] for row in self.at):
             if not path.is_file():
                 raise ValueError(f"{path}: no such image; paths are taken from --image-root {args.image_root}")
 
     def draw(self, path: Path) -> None:
-        args, num = self.args, len(self.query_codes)
-        query = Embeddings(read_embeddings(args.query), "query", num, args.normalize)
-        if args.gallery is None:
-            gallery, own = query, self.at
+        args, data, num = self.args, self.data, len(self.query_codes)
+        query = Embeddings(data["query"], "query", num, args.normalize)
+        if "gallery" in data:
+            gallery = Embeddings(data["gallery"], "gallery", len(self.gallery_codes), args.normalize)
+            own = find_own_rows(data.get("query_ids"), data.get("gallery_ids"), num, gallery.num)[self.at]
         else:
-            gallery = Embeddings(read_embeddings(args.gallery), "gallery", len(self.gallery_codes), args.normalize)
-            query_ids, gallery_ids = (
-                None if listed is None else read_keys(listed) for listed in (args.query_ids, args.gallery_ids)
-            )
-            own = find_own_rows(query_ids, gallery_ids, num, gallery.num)[self.at]
+            gallery, own = query, self.at
         devices = as_devices(args.device)
         _, found = find_neighbours(
             query, self.at, own, gallery, args.panel_neighbours, args.metric, args.max_memory, devices
         )
-        listed = self.images["query" if args.gallery is None else "gallery"]
         draw_neighbours(
             path,
-            [self.images["query"][row] for row in self.at],
-            [[listed[row] for row in rows if row >= 0] for rows in found],
+            [self.images[0][row] for row in self.at],
+            [[self.images[-1][row] for row in rows if row >= 0] for rows in found],
             self.gallery_codes[found] == self.query_codes[self.at][:, None],
             f"{len(self.at)} of {num:,} queries, and their nearest of {gallery.num:,}: green, the same label",
         )
@@ -81,10 +79,12 @@ def draw_neighbours(
         title: of the figure.
 
     Raises:
-        OSError: a file that is missing or no image.
+        OSError: a file that is missing.
+        ValueError: no image, or one that RGB cannot show (``rambo_plugins.images``).
     """
     from matplotlib.figure import Figure
-    from PIL import Image
+
+    from rambo_plugins.images import read_image
 
     columns = 1 + max(map(len, neighbours))
     figure = Figure(figsize=(0.9 * columns + 0.3, 0.95 * len(queries) + 0.4), layout="constrained")
@@ -95,10 +95,11 @@ def draw_neighbours(
             axes.spines[:].set_visible(column > 0 and column <= len(found))
             if column > len(found):
                 continue
-            with Image.open(query if column == 0 else found[column - 1]) as image:
-                image.thumbnail((256, 256))
-                axes.imshow(image.convert("RGB"))
+            image = read_image(query if column == 0 else found[column - 1])
+            image.thumbnail((256, 256))
+            axes.imshow(image)
             if column:
                 axes.spines[:].set(color="tab:green" if relevant[row, column - 1] else "tab:red", linewidth=2.5)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150)
+    with whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 
 from rambo_plugins.evaluation.counting import Queries, best_relevant, count_above
-from rambo_plugins.evaluation.embeddings import Embeddings
 from rambo_plugins.evaluation.inputs import (
     ArrayLike,
     check_choice,
     check_ks,
+    check_number,
+    check_seed,
 )
-from rambo_plugins.evaluation.lists import settle
+from rambo_plugins.evaluation.lists import WIDE_BLOCK, settle
 from rambo_plugins.evaluation.plan import Plan, make_plan
 from rambo_plugins.evaluation.progress import bar
 from rambo_plugins.evaluation.result import RecallResult
@@ -27,7 +29,7 @@ from rambo_plugins.evaluation.scores import METRICS
 from rambo_plugins.evaluation.search import as_devices
 from rambo_plugins.evaluation.sides import Sides, as_sides
 from rambo_plugins.evaluation.ties import certain, first_ranks, precisions_at_r
-from rambo_plugins.evaluation.work import WorkFolder, digest
+from rambo_plugins.evaluation.work import PARTS, WorkFolder, digest, digest_of_all
 
 LONE = ("exclude", "miss")
 METHODS = ("auto", "count", "search")
@@ -92,7 +94,7 @@ def recall_at_k(
             512 MiB by default. It decides the sizes of blocks.
         device: where products are computed, or several of them, which share the gallery; the current CUDA device if
             there is one, else the CPU.
-        work: a folder for finished parts of the queries. The same call with the same folder goes on from them.
+        work: a folder for finished parts of the queries, new or empty, or of the same call, which goes on from them.
         progress: show a bar.
 
     Returns:
@@ -100,8 +102,8 @@ def recall_at_k(
 
     Raises:
         TypeError: a dtype that is none of the above; labels or ids of different kinds; a generator of blocks.
-        ValueError: shapes that do not fit, NaN or inf, a work folder of another evaluation, ``max_memory`` too small,
-            and other arguments out of range.
+        ValueError: shapes that do not fit, NaN or inf, a work folder of anything else or in use, ``max_memory`` too
+            small, and other arguments out of range.
 
     >>> import numpy as np
     >>> embeddings = np.array([[1.0, 0.0], [0.9, 0.1], [0.1, 0.9], [0.8, 0.2]])
@@ -118,8 +120,8 @@ def recall_at_k(
     check_choice(method, "method", METHODS)
     if map_at_r and method == "count":
         raise ValueError("method: expected 'search' or 'auto' with map_at_r, got 'count'")
-    if sample is not None and (not isinstance(sample, int) or sample < 1):
-        raise ValueError(f"sample: expected a positive number of queries, got {sample!r}")
+    sample = None if sample is None else check_number(sample, "sample", "a positive number of queries")
+    seed = check_seed(seed)
     devices = as_devices(device)
     limit = ks[-1]
 
@@ -140,8 +142,12 @@ def recall_at_k(
     pessimistic = np.full(num_queries, limit + 1)
     optimistic = pessimistic.copy()
     average_precision, precision = np.zeros((2, num_queries))
-    folder = None if work is None else WorkFolder(work, _described(problem, searched, counting, plan))
-    with bar(progress, "recall", len(searched) * num_gallery, "pair") as report:
+    used = (
+        contextlib.nullcontext()
+        if work is None
+        else WorkFolder(work, PARTS, lambda: _described(problem, searched, counting, plan, progress))
+    )
+    with used as folder, bar(progress, "recall", len(searched) * num_gallery, "pair") as report:
         for part, start in enumerate(range(0, len(searched), plan.queries)):
             at = searched[start : start + plan.queries]
             found = None if folder is None else folder.load(part, len(at))
@@ -242,15 +248,20 @@ class _Outcomes:
         return relevant, settled, np.minimum(needed, scores.shape[1])
 
 
-def _described(problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan) -> dict[str, object]:
-    """What decides the outcome of the parts. Of embeddings, 64 rows are looked at."""
-
-    def some(rows: Embeddings) -> str:
-        return digest(rows.take(np.unique(np.linspace(0, rows.num - 1, 64).astype(np.int64))))
-
+def _described(
+    problem: _Problem, searched: np.ndarray, counting: bool, plan: Plan, progress: bool
+) -> dict[str, object]:
+    """What decides the outcome of the parts."""
+    size = min(plan.block, WIDE_BLOCK)
+    query = digest_of_all(problem.query, size, progress)
+    among_themselves = problem.gallery is problem.query
     return {
-        "query": [problem.query.num, problem.query.dim, some(problem.query)],
-        "gallery": [problem.gallery.num, problem.gallery.dim, some(problem.gallery)],
+        "query": [problem.query.num, problem.query.dim, query],
+        "gallery": [
+            problem.gallery.num,
+            problem.gallery.dim,
+            query if among_themselves else digest_of_all(problem.gallery, size, progress),
+        ],
         "labels and ids": digest(problem.query_codes, problem.gallery_codes, problem.own_rows),
         "sampled queries": digest(searched),
         "metric": problem.metric,

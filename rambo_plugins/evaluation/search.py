@@ -102,9 +102,17 @@ def as_devices(device: str | torch.device | Sequence[str | torch.device] | None)
     if not listed:
         raise ValueError("device: expected at least one, got none")
     try:
-        return [torch.device(one) for one in listed]
+        devices = [torch.device(one) for one in listed]
     except RuntimeError as error:
         raise ValueError(f"device: expected 'cpu', 'cuda', 'cuda:1' and so on, got {device!r}") from error
+    for one in devices:
+        try:
+            torch.zeros(1, device=one).cpu()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (AssertionError, RuntimeError) as error:  # torch's ways to say that there is none
+            raise ValueError(f"device: {one} cannot be used here: {str(error).splitlines()[0]}") from error
+    return devices
 
 
 def _by_faiss(query: np.ndarray, items: np.ndarray, k: int, metric: str) -> tuple[np.ndarray, np.ndarray]:

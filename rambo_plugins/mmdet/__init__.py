@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
     raise ImportError('rambo_plugins.mmdet needs mmdet: pip install "rambo-plugins[mmdet]"', name=error.name) from error
 
 from rambo_plugins.mmdet.heads import RamboATSSHead, RamboRetinaHead
+from rambo_plugins.mmdet.hooks import RamboStateHook
 from rambo_plugins.mmdet.losses import RamboLoss
 
-__all__ = ["RamboATSSHead", "RamboLoss", "RamboRetinaHead"]
+__all__ = ["RamboATSSHead", "RamboLoss", "RamboRetinaHead", "RamboStateHook"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,19 @@ from typing import Any
 import torch
 from mmdet.models.losses import accuracy
 from mmdet.registry import MODELS
+from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from rambo_plugins.core import checks
 from rambo_plugins.core.detection import DetectionLoss, check_score_space, scores_to_rank
+
+CHANNELS_REMEDY = (
+    "a head that hard-codes K + 1 channels (SABL, Double-Head) needs use_sigmoid=False; a dense head needs "
+    "use_sigmoid=True written in the config of loss_cls"
+)
+
+Level = tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]
+"""The arguments of one call: cls_score, label, weight, avg_factor."""
 
 
 @MODELS.register_module()
@@ -54,7 +64,11 @@ class RamboLoss(nn.Module):
             one-stage heads, take one.
 
     Raises:
-        ValueError: an argument out of its range, or arguments that do not go together.
+        TypeError, ValueError: an argument of the wrong type or out of its range, or arguments that do not go together.
+
+    ``rank_loss`` is the ``DetectionLoss``. Its memory and the steps of ``aux_steps`` belong to a run and not to the
+    weights: they are no part of the ``state_dict``, so that weights start a run anew. ``run_state`` and ``resume`` save
+    and restore them, which ``RamboStateHook`` does in mmdet's runs.
 
     >>> loss_fn = RamboLoss(memory=0)
     >>> cls_score, label = torch.tensor([[2.0, -1.0], [1.0, -2.0], [-3.0, 0.5]]), torch.tensor([2, 0, 1])
@@ -62,7 +76,7 @@ class RamboLoss(nn.Module):
     tensor(0.3056)
     """
 
-    num_steps: Tensor
+    rank_loss: DetectionLoss
 
     def __init__(
         self,
@@ -85,19 +99,18 @@ class RamboLoss(nn.Module):
         return_dict: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_not_negative("loss_weight", loss_weight)
-        checks.check_not_negative("aux_weight", aux_weight)
-        checks.check_not_negative("aux_steps", aux_steps)
+        aux_weight = checks.check_not_negative("aux_weight", aux_weight)
+        aux_steps = checks.check_integer("aux_steps", aux_steps, 0)
         if not aux_weight and (aux_loss is not None or aux_steps):
             raise ValueError("aux_loss and aux_steps need aux_weight > 0, got 0")
-        self.use_sigmoid = use_sigmoid
-        self.loss_weight = loss_weight
+        self.use_sigmoid = use_sigmoid = checks.check_flag("use_sigmoid", use_sigmoid)
+        self.loss_weight = checks.check_not_negative("loss_weight", loss_weight)
         self.score_space = check_score_space(use_sigmoid, score_space, test_temperature)
-        self.test_temperature = test_temperature
+        self.test_temperature = float(test_temperature)
         self.aux_weight = aux_weight
         self.aux_steps = aux_steps
-        self.return_dict = return_dict
-        self.rank_loss = DetectionLoss(
+        self.return_dict = checks.check_flag("return_dict", return_dict)
+        rank_loss = DetectionLoss(
             lambda_val=lambda_val,
             margin=margin,
             memory=memory,
@@ -108,15 +121,16 @@ class RamboLoss(nn.Module):
             precision_loss=precision_loss,
             rank_plus_grad=rank_plus_grad,
         )
+        object.__setattr__(self, "rank_loss", rank_loss)  # not as a submodule, whose memory would be in the state dict
         if aux_weight:
             self.aux_loss = MODELS.build(aux_loss or {"type": "CrossEntropyLoss", "use_sigmoid": use_sigmoid})
-        if aux_steps:
-            self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.num_steps = 0
         # The contract of a custom loss in mmdet. With softmax nothing is custom.
         self.custom_cls_channels = self.custom_activation = self.custom_accuracy = use_sigmoid
         self.num_classes: int | None = None  # of a RoI head, which asks for its channels
         self._checked_channels = False
-        self._levels: Levels | None = None
+        self._num_calls: int | None = 0  # None: they are no longer counted
+        self._levels: list[Level] | None = None
 
     def get_cls_channels(self, num_classes: int) -> int:
         """Channels of a RoI head's classifier, called while the head is built (with sigmoid): ``num_classes``."""
@@ -137,6 +151,27 @@ class RamboLoss(nn.Module):
         """``ap_map``, ``ap_apc``, ``share_zero_gradient`` of the last call, see ``DetectionLoss.statistics``."""
         return dict(self.rank_loss.statistics)
 
+    def run_state(self) -> dict[str, Any]:
+        """What a run has besides its weights, for ``resume``: tensors on the CPU, and numbers."""
+        memory = {name: value.cpu() for name, value in self.rank_loss.memory.state_dict().items()}
+        return {"memory": memory or None, "num_steps": self.num_steps}
+
+    def resume(self, state: dict[str, Any] | None) -> None:
+        """Go on from a ``run_state``; what it does not hold, or None, starts anew.
+
+        Raises:
+            RuntimeError: a state that is none.
+        """
+        self.rank_loss.memory.reset()
+        self.num_steps = state["num_steps"] if state else 0
+        if state and state["memory"] and self.rank_loss.memory.batches:
+            self.rank_loss.memory.load_state_dict(state["memory"])
+
+    def train(self, mode: bool = True) -> RamboLoss:
+        self.rank_loss.train(mode)
+        return super().train(mode)
+
+    @torch.compiler.disable  # it counts its steps and its memory grows: each would be compiled anew
     def forward(
         self,
         cls_score: Tensor,
@@ -174,48 +209,66 @@ class RamboLoss(nn.Module):
                 "targets (GFL, TOOD) are not supported; RamboATSSHead, RamboRetinaHead and FCOSHead are"
             )
         if self._levels is not None:
-            return self._levels.add(cls_score, label, weight, avg_factor)
+            self._levels.append((cls_score, label, weight, avg_factor))
+            return cls_score.new_zeros(())
         self._check_channels(cls_score, label)
+        training = self.training and torch.is_grad_enabled() and cls_score.requires_grad
         with torch.autocast(cls_score.device.type, enabled=False):
             logits = cls_score if cls_score.dtype == torch.float64 else cls_score.float()
-            parts = self.rank_loss(scores_to_rank(logits, self.use_sigmoid, self.score_space), label, weight)
-            losses = {"loss_cls_map": self.loss_weight * parts.map, "loss_cls_apc": self.loss_weight * parts.apc}
             if self.aux_weight:
                 aux = self.aux_loss(logits, label, weight, avg_factor=avg_factor)
-                losses["loss_cls_aux"] = self.loss_weight * self._aux_factor(cls_score.requires_grad) * aux
+            # Last, since it changes the memory: a call that fails can be repeated.
+            parts = self.rank_loss(scores_to_rank(logits, self.use_sigmoid, self.score_space), label, weight)
+        losses = {"loss_cls_map": self.loss_weight * parts.map, "loss_cls_apc": self.loss_weight * parts.apc}
+        if self.aux_weight:
+            left = max(0.0, 1 - self.num_steps / self.aux_steps) if self.aux_steps else 1.0
+            losses["loss_cls_aux"] = self.loss_weight * self.aux_weight * left * aux
+        if training:
+            self.num_steps += 1
+            self._num_calls = None if self._num_calls is None else self._num_calls + 1
         if self.return_dict:
             return losses | self.figures()
         return sum(losses.values(), start=cls_score.new_zeros((), dtype=logits.dtype))
-
-    def _aux_factor(self, needs_grad: bool) -> float | Tensor:
-        if not self.aux_steps:
-            return self.aux_weight
-        factor = self.aux_weight * (1 - self.num_steps / self.aux_steps).clamp(min=0)
-        if self.training and torch.is_grad_enabled() and needs_grad:
-            self.num_steps += 1
-        return factor
 
     def _check_channels(self, cls_score: Tensor, label: Tensor) -> None:
         num_channels = cls_score.shape[1] if cls_score.dim() == 2 else None
         if num_channels is None:
             raise ValueError(f"cls_score must have shape (N, channels), got {tuple(cls_score.shape)}")
-        remedy = (
-            "a head that hard-codes K + 1 channels (SABL, Double-Head) needs use_sigmoid=False; a dense head needs "
-            "use_sigmoid=True written in the config of loss_cls"
-        )
         if self.use_sigmoid and self.num_classes is not None and num_channels != self.num_classes:
-            raise ValueError(f"expected {self.num_classes} channels for as many classes, got {num_channels}: {remedy}")
+            raise ValueError(
+                f"expected {self.num_classes} channels for as many classes, got {num_channels}: {CHANNELS_REMEDY}"
+            )
         if self.use_sigmoid and self.num_classes is None and not self._checked_channels:
-            # Once, since it synchronises with the device: boxes of the last label in the majority and none of the
-            # background say that the last channel is the background.
+            # Once, since it synchronises with the device. A batch can look like this rightly, so it is no error; before
+            # a run ``check_heads`` knows. A label of the background says that the last channel is not the background.
             self._checked_channels = True
             if (2 * (label == num_channels - 1).sum() > len(label)) and not (label == num_channels).any():
-                raise ValueError(f"the last of the {num_channels} channels looks like the background: {remedy}")
+                print_log(
+                    f"RamboLoss: most boxes have the last label of {num_channels} channels and none is background. If "
+                    f"that label is the background, there is one channel too many: {CHANNELS_REMEDY}",
+                    logger="current",
+                    level=logging.WARNING,
+                )
+
+    def check_calls(self, name: str) -> None:
+        """After the first step of a run: warn, with the loss's name in the model, where it was not called once."""
+        num_calls, self._num_calls = self._num_calls, None
+        if num_calls == 0:
+            said = "was not called in the first step: its head does not use it, or there were no boxes"
+        elif num_calls is not None and num_calls > 1:
+            said = (
+                f"was called {num_calls} times in the first step: each call ranks its own boxes and is one of the "
+                f"memory={self.rank_loss.memory.batches} batches. RamboRetinaHead and RamboATSSHead rank all levels "
+                "together; for others take memory=0"
+            )
+        else:
+            return
+        print_log(f"{name} {said}", logger="current", level=logging.WARNING)
 
     @contextmanager
-    def collect_levels(self) -> Iterator[Levels]:
-        """Calls within are taken as the levels of one call and give 0; ``levels.loss()`` then is the loss of all."""
-        levels = Levels(self)
+    def collect_levels(self) -> Iterator[list[Level]]:
+        """Calls within are put on the list, and give 0."""
+        levels: list[Level] = []
         self._levels = levels
         try:
             yield levels
@@ -224,24 +277,5 @@ class RamboLoss(nn.Module):
 
     def extra_repr(self) -> str:
         names = ("use_sigmoid", "loss_weight", "score_space", "test_temperature", "aux_weight", "aux_steps")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-class Levels:
-    """What a head passed to its loss for each level of the pyramid."""
-
-    def __init__(self, loss_fn: RamboLoss) -> None:
-        self._loss_fn = loss_fn
-        self._calls: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._avg_factor: float | Tensor | None = None
-
-    def add(self, cls_score: Tensor, label: Tensor, weight: Tensor | None, avg_factor: float | Tensor | None) -> Tensor:
-        self._calls.append((cls_score, label, weight))
-        self._avg_factor = avg_factor
-        return cls_score.new_zeros(())
-
-    def loss(self) -> Tensor | dict[str, Tensor]:
-        """The loss of the boxes of all levels, as ``RamboLoss.forward`` returns it."""
-        scores, labels, weights = zip(*self._calls, strict=True)
-        weight = None if weights[0] is None else torch.cat(weights)
-        return self._loss_fn(torch.cat(scores), torch.cat(labels), weight, avg_factor=self._avg_factor)
+        own = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{own}, {self.rank_loss.extra_repr()}, {self.rank_loss.memory.extra_repr()}"

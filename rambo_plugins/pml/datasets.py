@@ -13,26 +13,22 @@ the gallery. Labels count from 0 in each of the two; those of query and gallery 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
-try:
-    from PIL import Image
-    from torchvision.transforms import v2
-except ModuleNotFoundError as error:
-    raise ImportError(
-        'rambo_plugins.pml.datasets needs torchvision and Pillow: pip install "rambo-plugins[retrieval]"',
-        name=error.name,
-    ) from error
+from rambo_plugins.images import check_paths
+from rambo_plugins.pml.class_folders import SUFFIXES, images_below, say_left_out
+from rambo_plugins.pml.lists import read_table
+from rambo_plugins.pml.retrieval_images import RetrievalImages, check_images, test_transform, train_transform
+
+__all__ = [
+    "COUNTS", "KS", "SUFFIXES", "RetrievalImages", "check_images", "load_images", "read_cub", "read_folders",
+    "read_inshop", "read_sop", "test_transform", "train_transform",
+]  # fmt: skip
 
 logger = logging.getLogger("rambo_plugins")
 
@@ -44,7 +40,6 @@ COUNTS = {
 """Images and classes of the splits with which results are published."""
 KS = {"sop": (1, 10, 100, 1000), "inshop": (1, 10, 20, 30, 50), "cub": (1, 2, 4, 8), "folder": (1, 2, 4, 8)}
 """The K for which Recall@K is published."""
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 _IN_SHOP = "In-shop Clothes Retrieval Benchmark"
 _GET = {
@@ -54,132 +49,6 @@ _GET = {
     "cub": "extract CUB_200_2011.tgz of Caltech-UCSD Birds-200-2011 (Wah et al., 2011) there",
     "folder": "they were there a moment ago",
 }
-
-
-def train_transform(size: int = 224, resize: int | tuple[int, int] = 256) -> v2.Compose:
-    """The paper's augmentation: resize, random crop, horizontal flip; then ImageNet's mean and standard deviation.
-
-    Args:
-        size: of the crop, in pixels.
-        resize: of the shorter side, or (height, width), which distorts.
-
-    Returns:
-        a function from a PIL image to (3, size, size) float32.
-
-    >>> train_transform()(Image.new("RGB", (300, 400))).shape
-    torch.Size([3, 224, 224])
-    """
-    return v2.Compose([v2.Resize(resize), v2.RandomCrop(size), v2.RandomHorizontalFlip(), *_to_tensor()])
-
-
-def test_transform(size: int = 224, resize: int | tuple[int, int] = 256) -> v2.Compose:  # noqa: PT028
-    """``train_transform`` without chance: the crop is the centre, and there is no flip."""
-    return v2.Compose([v2.Resize(resize), v2.CenterCrop(size), *_to_tensor()])
-
-
-test_transform.__test__ = False  # type: ignore[attr-defined]  # pytest takes it for a test where it is imported
-
-
-def _to_tensor() -> list[v2.Transform]:
-    return [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]),
-        v2.ToPureTensor(),
-    ]
-
-
-class RetrievalImages(Dataset[tuple[Tensor, int]]):
-    """N image files of C classes. ``dataset[i]`` is (image, label), decoded and transformed when it is asked for.
-
-    Images are decoded to RGB as they are stored. The EXIF note of how the camera was held is ignored, as in
-    torchvision's data sets, so that figures compare.
-
-    What is random in the transform is a function of ``seed``, the epoch and the batch's indices alone, if it draws from
-    torch's global generator, as torchvision's transforms do: the same in any worker, and in a run that was interrupted
-    and resumed. The generator is left as it was. Call ``set_epoch`` before the DataLoader's iterator is made: its
-    workers have copies of the data set; with ``persistent_workers=True`` these would stay at the first epoch.
-
-    Args:
-        paths: N files.
-        labels: (N,) integers in 0 … C−1; kept as int64 tensor.
-        super_labels: (N,) integers, likewise, or None.
-        class_names, super_names: the names of the numbers, or None.
-        transform: from a PIL image in RGB to a tensor; by default ``test_transform()``. It can be set later.
-        seed: of the transform's randomness. It can be set later.
-
-    Raises:
-        ValueError: lengths or shapes that do not fit, no image; ``dataset[i]``: a damaged file, which is named.
-        TypeError: labels that are no integers.
-        FileNotFoundError: ``dataset[i]``: no such file.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "red.png")
-    ...     Image.new("RGB", (300, 400), "red").save(path)
-    ...     image, label = RetrievalImages([path], [0], transform=test_transform(size=8, resize=8))[0]
-    >>> image.shape, label
-    (torch.Size([3, 8, 8]), 0)
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str | os.PathLike[str]],
-        labels: Any,
-        super_labels: Any = None,
-        *,
-        class_names: Sequence[str] | None = None,
-        super_names: Sequence[str] | None = None,
-        transform: Callable[[Image.Image], Tensor] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.paths = [os.fspath(path) for path in paths]
-        if not self.paths:
-            raise ValueError("paths: expected at least one image, got none")
-        self.labels = _labels("labels", labels, len(self.paths))
-        self.super_labels = None if super_labels is None else _labels("super_labels", super_labels, len(self.paths))
-        self.class_names = class_names
-        self.super_names = super_names
-        self.transform = test_transform() if transform is None else transform
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the randomness of this epoch from now on."""
-        self.epoch = int(epoch)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """What a DataLoader asks for: the images and labels of a batch."""
-        indices = [int(index) for index in indices]
-        state = hashlib.blake2b(repr((int(self.seed), self.epoch, indices)).encode(), digest_size=8).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int.from_bytes(state, "big"))  # torch.manual_seed: the GPUs' too
-            return [(self.transform(_decode(self.paths[i])), int(self.labels[i])) for i in indices]
-
-
-def _decode(path: str) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow says of damage
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
-
-
-def _labels(name: str, values: Any, num: int) -> Tensor:
-    labels = torch.as_tensor(values)
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"{name}: expected integers, got {labels.dtype}")
-    if labels.shape != (num,):
-        raise ValueError(f"{name}: expected ({num},), one for each path, got {tuple(labels.shape)}")
-    return labels.long()
 
 
 def load_images(name: str, root: str | os.PathLike[str]) -> dict[str, RetrievalImages]:
@@ -211,7 +80,7 @@ def read_sop(root: str | os.PathLike[str]) -> tuple[RetrievalImages, RetrievalIm
     columns = ("image_id", "class_id", "super_class_id", "path")
     folder = _find(root, ["Ebay_train.txt", "Stanford_Online_Products/Ebay_train.txt"], "sop").parent
     lists = [folder / "Ebay_train.txt", _find(folder, ["Ebay_test.txt"], "sop")]
-    tables = [_table(path, columns, integers=columns[:3]) for path in lists]
+    tables = [read_table(path, columns, integers=columns[:3]) for path in lists]
     _, classes, supers, paths = (np.concatenate([table[column] for table in tables]) for column in columns)
     train, test = _splits(
         "sop",
@@ -234,15 +103,17 @@ def read_inshop(root: str | os.PathLike[str]) -> tuple[RetrievalImages, Retrieva
     tops = ("", f"{_IN_SHOP}/")
     path = _find(root, [f"{top}{sub}list_eval_partition.txt" for top in tops for sub in ("", "Eval/")], "inshop")
     images = _find(root, [f"{top}{sub}img" for top in tops for sub in ("", "Img/")], "inshop")
-    table = _table(path, ("image_name", "item_id", "evaluation_status"), counted=True)
+    table = read_table(path, ("image_name", "item_id", "evaluation_status"), counted=True)
     names, items, status = table.values()
-    strange = sorted(set(status) - {"train", "query", "gallery"})
-    if strange:
-        raise ValueError(f"{path}: evaluation_status: expected train, query or gallery, got {', '.join(strange[:5])}")
     parts = [name.split("/") for name in names]
-    wrong = [name for name, part in zip(names, parts, strict=True) if len(part) != 5 or part[0] != "img"]
-    if wrong:
-        raise ValueError(f"{path}: image_name: expected img/<gender>/<category>/<item>/<file>, got {wrong[0]!r}")
+    for line, (side, part) in enumerate(zip(status, parts, strict=True), start=3):
+        if side not in ("train", "query", "gallery"):
+            raise ValueError(f"{path}, line {line}: evaluation_status: expected train, query or gallery, got {side}")
+        if len(part) != 5 or part[0] != "img":
+            raise ValueError(
+                f"{path}, line {line}: image_name: expected img/<gender>/<category>/<item>/<file>, "
+                f"got {'/'.join(part)!r}"
+            )
     train, query, gallery = _splits(
         "inshop",
         images.parent,
@@ -263,15 +134,16 @@ def read_cub(root: str | os.PathLike[str]) -> tuple[RetrievalImages, RetrievalIm
     """
     folder = _find(root, ["images.txt", "CUB_200_2011/images.txt"], "cub").parent
     lists = folder / "images.txt", _find(folder, ["image_class_labels.txt"], "cub")
-    ids, paths = _table(lists[0], ("image_id", "path"), integers=("image_id",), header=False).values()
+    ids, paths = read_table(lists[0], ("image_id", "path"), integers=("image_id",), header=False).values()
     columns = ("image_id", "class_id")
-    ids_of_classes, classes = _table(lists[1], columns, integers=columns, header=False).values()
+    ids_of_classes, classes = read_table(lists[1], columns, integers=columns, header=False).values()
+    strange = np.flatnonzero((classes < 1) | (classes > 200))
+    if len(strange):
+        raise ValueError(f"{lists[1]}, line {strange[0] + 1}: class_id: expected 1 to 200, got {classes[strange[0]]}")
     by_id, classes_by_id = np.argsort(ids, kind="stable"), np.argsort(ids_of_classes, kind="stable")
     if not np.array_equal(ids[by_id], ids_of_classes[classes_by_id]) or len(np.unique(ids)) < len(ids):
         raise ValueError(f"{lists[1]}: expected each image_id of {lists[0].name} once, and no other")
     paths, classes = paths[by_id], classes[classes_by_id]
-    if classes.min() < 1 or classes.max() > 200:
-        raise ValueError(f"{lists[1]}: class_id: expected 1 to 200, got {classes.min()} to {classes.max()}")
     train, test = _splits(
         "cub",
         folder / "images",
@@ -291,49 +163,42 @@ def read_folders(root: str | os.PathLike[str], *, split_seed: int = 0) -> tuple[
     then new, for the test. ``<class>/*`` may also be ``<super class>/<class>/*`` throughout, which gives super classes.
 
     Args:
-        root: the folder. Files that are not named as images (``SUFFIXES``) and names with a leading dot are left out.
+        root: the folder. Links are followed. Files that are not named as images (``SUFFIXES``), names with a leading
+            dot, folders without images, and what is beside ``train`` and ``test`` are left out, which is logged.
         split_seed: of the split by classes.
 
     Raises:
-        FileNotFoundError: no image, or only one of ``train`` and ``test``.
-        ValueError: images that are not in folders of one depth, or fewer than two classes to split.
+        FileNotFoundError: no image, only one of ``train`` and ``test``, or links to what is not there.
+        ValueError: images that are not in folders of one depth, fewer than two classes to split, a folder that is
+            there twice by a link, or a name that cannot stand in a list of images (``rambo_plugins.images``).
     """
     root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root}: expected a folder with <class>/<image> in it, but it is none")
     sides = [side for side in ("train", "test") if (root / side).is_dir()]
+    names = sorted(os.listdir(root))
     if len(sides) == 1:
         raise FileNotFoundError(f"{root} has {sides[0]}: expected both train and test in it, or neither")
+    if not sides and {"train", "test"} <= {name.lower() for name in names}:
+        raise ValueError(f"{root}: expected train and test in lower case, got {', '.join(names)}")
+    beside = [name for name in names if sides and name not in sides]
+    say_left_out(root, {"beside train and test": beside} if beside else {})
     found = [
         (side, classes, supers, os.path.join(side, path))
         for side in sides or [""]
-        for classes, supers, path in _images_below(root / side)
+        for classes, supers, path in images_below(root / side)
     ]
     split, classes, supers, paths = (np.array(column) for column in zip(*found, strict=True))
     if not sides:
-        names = np.unique(classes)
-        if len(names) < 2:
+        class_names = np.unique(classes)
+        if len(class_names) < 2:
             raise ValueError(f"{root}: expected at least two classes, some for training and some for the test, got one")
-        chosen = np.random.default_rng(split_seed).permutation(names)[: (len(names) + 1) // 2]
+        chosen = np.random.default_rng(split_seed).permutation(class_names)[: (len(class_names) + 1) // 2]
         split = np.where(np.isin(classes, chosen), "train", "test")
-    has_supers = bool(supers[0])
-    train, test = _splits("folder", root, paths, split, classes, supers=supers if has_supers else None)
+    if len(set(supers != "")) > 1:
+        raise ValueError(f"{root}: expected super classes in both train and test, or in neither")
+    train, test = _splits("folder", root, paths, split, classes, supers=supers if supers[0] else None)
     return train, test
-
-
-def _images_below(folder: Path) -> list[tuple[str, str, str]]:
-    """(class, super class or "", path below the folder) of each image, sorted."""
-    found: list[tuple[str, ...]] = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if path.suffix.lower() not in SUFFIXES or any(part.startswith(".") for part in parts) or not path.is_file():
-            continue
-        if len(parts) not in (2, 3) or (found and len(parts) != len(found[0])):
-            raise ValueError(
-                f"{path}: expected all images of {folder} as <class>/<image>, or all as <super class>/<class>/<image>"
-            )
-        found.append(parts)
-    if not found:
-        raise FileNotFoundError(f"{folder} has no images ({', '.join(SUFFIXES)}): expected <class>/<image>")
-    return [("/".join(parts[:-1]), "/".join(parts[:-2]), os.path.join(*parts)) for parts in found]
 
 
 def _find(root: str | os.PathLike[str], names: Sequence[str], dataset: str) -> Path:
@@ -342,35 +207,6 @@ def _find(root: str | os.PathLike[str], names: Sequence[str], dataset: str) -> P
         if Path(root, name).exists():
             return Path(root, name)
     raise FileNotFoundError(f"no {' or '.join(names)} in {os.fspath(root)}: {_GET[dataset]}")
-
-
-def _table(
-    path: Path, columns: Sequence[str], *, integers: Sequence[str] = (), header: bool = True, counted: bool = False
-) -> dict[str, np.ndarray]:
-    """The columns of a list, separated by spaces. With ``counted``, line 1 is the number of rows."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    skip = counted + header
-    if header:
-        found = lines[counted].split() if len(lines) > counted else []
-        if found != list(columns):
-            raise ValueError(f"{path}, line {skip}: expected the header {' '.join(columns)}, got {' '.join(found)!r}")
-    rows = [line.split() for line in lines[skip:]]
-    for number, row in enumerate(rows, start=skip + 1):
-        if len(row) != len(columns):
-            raise ValueError(
-                f"{path}, line {number}: expected {len(columns)} columns, {' '.join(columns)}, got {' '.join(row)!r}"
-            )
-    if not rows:
-        raise ValueError(f"{path}: expected rows of {' '.join(columns)}, got none")
-    if counted and lines[0].strip() != str(len(rows)):
-        raise ValueError(f"{path}: line 1 says {lines[0].strip()!r} images, but {len(rows)} follow")
-    table = {}
-    for column, values in zip(columns, zip(*rows, strict=True), strict=True):
-        try:
-            table[column] = np.array(values, dtype=np.int64 if column in integers else str)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: {column}: expected integers: {error}") from error
-    return table
 
 
 def _splits(
@@ -393,23 +229,26 @@ def _splits(
             f"{len(missing):,} of {len(paths):,} images are not in {folder}, the first are "
             f"{', '.join(missing[:5])}: {_GET[name]}"
         )
+    check_paths(files)
     train = split == "train"
     both = np.intersect1d(classes[train], classes[~train])
     if len(both) and name != "folder":
         raise ValueError(f"{folder}: expected other classes in the test than in training, but {both[0]} is in both")
+    unique, counts = np.unique(paths, return_counts=True)
+    if len(unique) < len(paths):
+        raise ValueError(f"{folder}: expected each image in one row, got {unique[counts > 1][0]} in several")
     if len(both):
         logger.warning("%s: %d classes are in train and in test: the test is not of new classes", folder, len(both))
 
     labels = np.empty(len(paths), np.int64)
     names: dict[str, list[str]] = {}
     for side in (train, ~train):
-        _, first, labels[side] = np.unique(classes[side], return_index=True, return_inverse=True)
-        side_names = (classes if class_names is None else class_names)[side][first].astype(str).tolist()
+        own_names = (classes if class_names is None else class_names)[side]
+        labels[side], side_names = _numbered(folder, classes[side], own_names)
         names |= dict.fromkeys(np.unique(split[side]).tolist(), side_names)
     super_labels = super_class_names = None
     if supers is not None:
-        _, first, super_labels = np.unique(supers, return_index=True, return_inverse=True)
-        super_class_names = (supers if super_names is None else super_names)[first].astype(str).tolist()
+        super_labels, super_class_names = _numbered(folder, supers, supers if super_names is None else super_names)
 
     images = []
     for which in order:
@@ -434,3 +273,13 @@ def _splits(
                 folder, which, name, *counts, *expected,
             )  # fmt: skip
     return images
+
+
+def _numbered(folder: Path, numbers: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Classes (N,) numbered from 0, and the name of each."""
+    _, first, labels = np.unique(numbers, return_index=True, return_inverse=True)
+    wrong = np.flatnonzero(names != names[first][labels])
+    if len(wrong):
+        number, name, other = numbers[wrong[0]], names[first][labels[wrong[0]]], names[wrong[0]]
+        raise ValueError(f"{folder}: expected the images of {number} in one folder, got them in {name} and {other}")
+    return labels, names[first].astype(str).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from rambo_plugins.core.distributed import num_processes
+
+logger = logging.getLogger("rambo_plugins")
 
 
 class SuperLabelBatchSampler(BatchSampler):
@@ -30,6 +33,9 @@ class SuperLabelBatchSampler(BatchSampler):
 
     So the halves hold whole chunks, unless the super class has classes with fewer than m images. An image is twice in a
     batch where two chunks of one class meet, or where a super class has fewer than ``batch_size / 2`` images.
+
+    An image alone in its class has no other to be near to, and batches of such images teach a loss nothing, unless it
+    has proxies. How many there are is logged as a warning.
 
     Without super labels, or with one only, batches are the next ``batch_size`` images of the one row, and an epoch is
     once through it; the last batch is filled up from the start.
@@ -100,16 +106,17 @@ class SuperLabelBatchSampler(BatchSampler):
         by_class = np.split(order, first[1:])
         self._images = [list(group) for _, group in itertools.groupby(by_class, key=lambda images: supers[images[0]])]
         self._pairs: list[tuple[int, ...]] = list(itertools.combinations(range(len(self._images)), 2)) or [(0,)]
+        self._check_positives(classes)
         parts = len(self._pairs[0])
         unit = parts * self.num_replicas * self.images_per_class
-        if batch_size % unit:
+        if self.batch_size % unit:
             raise ValueError(
                 f"batch_size: expected a multiple of {unit} ({parts} super class(es) in a batch × {self.num_replicas} "
                 f"process(es) × images_per_class={images_per_class}), got {batch_size}"
             )
         if parts == 1:
             chunks = (_chunk_sizes(len(images), self.images_per_class) for images in self._images[0])
-            self._batches_per_pair = -(-sum(map(sum, chunks)) // batch_size)
+            self._batches_per_pair = -(-sum(map(sum, chunks)) // self.batch_size)
         else:
             self._batches_per_pair = self.batches_per_pair
         self._next = (0, 0)
@@ -122,10 +129,32 @@ class SuperLabelBatchSampler(BatchSampler):
         Raises:
             ValueError: a negative epoch, or ``start_batch`` beyond the batches of an epoch.
         """
-        _at_least(0, "epoch", epoch)
-        if _at_least(0, "start_batch", start_batch) > len(self):
+        epoch, start_batch = _at_least(0, "epoch", epoch), _at_least(0, "start_batch", start_batch)
+        if start_batch > len(self):
             raise ValueError(f"start_batch: expected at most the {len(self)} batches of an epoch, got {start_batch}")
         self._next = (epoch, start_batch)
+
+    def _check_positives(self, classes: np.ndarray) -> None:
+        """Says how many images have no other of their class, and which batches teach a loss of pairs nothing."""
+        names, counts = np.unique(classes, return_counts=True)
+        if counts.max() == 1:
+            logger.warning("each of %d classes has a single image: a loss without proxies learns nothing", len(names))
+            return
+        if counts.min() == 1:
+            logger.warning(
+                "%d of %d classes have a single image: it never has another of its class in a batch",
+                sum(counts == 1),
+                len(names),
+            )
+        several = [any(len(images) > 1 for images in groups) for groups in self._images]
+        single = [{int(classes[images[0]]) for images in groups if len(images) == 1} for groups in self._images]
+        idle = sum(not any(several[s] for s in pair) and not set.intersection(*(single[s] for s in pair))
+                   for pair in self._pairs)  # fmt: skip
+        if idle:
+            logger.warning(
+                "%d of %d pairs of super classes have no class with two images: only proxies learn from their batches",
+                idle, len(self._pairs),
+            )  # fmt: skip
 
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever the next iteration starts."""

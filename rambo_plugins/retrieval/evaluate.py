@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from torch.utils.data import DataLoader
 from rambo_plugins.core.distributed import gather_rows, num_processes
 from rambo_plugins.evaluation import recall_at_k
 from rambo_plugins.evaluation.distributed import RecallMetric
-from rambo_plugins.retrieval.data import Data, Images
+from rambo_plugins.folders import OwnFolder
+from rambo_plugins.images import write_paths
+from rambo_plugins.pml.datasets import RetrievalImages
+from rambo_plugins.retrieval.data import Data, Images, read_batches
+from rambo_plugins.retrieval.errors import CannotGoOn
 from rambo_plugins.retrieval.models import EmbeddingNet
 
 AMP = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,9 +39,12 @@ def embed(net: EmbeddingNet, images: Images, args: argparse.Namespace) -> Iterat
     was_training = net.training
     net.eval()
     start = 0
-    for batch, labels in DataLoader(images, BATCH, sampler=own, num_workers=args.workers):
+    loader = DataLoader(images, BATCH, sampler=own, num_workers=args.workers)
+    for batch, labels in read_batches(loader):
         with torch.no_grad(), torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
             embeddings = net(batch.to(parameter.device, parameter.dtype))
+        if not embeddings.isfinite().all():
+            raise CannotGoOn("the network's embeddings of test images are not all finite numbers")
         indices = torch.tensor(own[start : start + len(batch)])
         start += len(batch)
         yield normalize(embeddings.float()), labels, indices
@@ -107,18 +115,32 @@ def shown(figures: dict[str, Any]) -> str:
     return "  ".join(texts) + " (%)"
 
 
-def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace) -> list[Path]:
-    """Writes ``<split>_embeddings.npy``, ``<split>_labels.npy`` and, of image files, ``<split>_images.txt``."""
+def embedding_files(split: str) -> list[str]:
+    stem = "test" if split == "both" else split
+    return [f"{stem}_embeddings.npy", f"{stem}_labels.npy", f"{stem}_images.txt"]
+
+
+def save_embeddings(net: EmbeddingNet, data: Data, args: argparse.Namespace, folder: OwnFolder | None) -> list[Path]:
+    """Writes ``<split>_embeddings.npy``, ``<split>_labels.npy`` and, of image files, ``<split>_images.txt``.
+
+    Files from before are deleted first: an interruption leaves none that belong to others.
+
+    Args:
+        folder: None on all processes but the first.
+    """
     written: list[Path] = []
     for split, images in data.test.items():
         embeddings = embed_all(net, images, args)
-        if num_processes() > 1 and dist.get_rank() > 0:
+        if folder is None:
             continue
-        stem = args.out / ("test" if split == "both" else split)
-        np.save(f"{stem}_embeddings.npy", embeddings.numpy())
-        np.save(f"{stem}_labels.npy", images.labels.numpy())
-        written += [Path(f"{stem}_embeddings.npy"), Path(f"{stem}_labels.npy")]
-        if hasattr(images, "paths"):
-            written.append(Path(f"{stem}_images.txt"))
-            written[-1].write_text("".join(f"{path}\n" for path in images.paths), encoding="utf-8")
+        names = embedding_files(split)
+        if old := folder.names & set(names):
+            folder.remove(*sorted(old))
+        for name, array in zip(names, (embeddings, images.labels), strict=False):
+            with folder.writing(name) as path, path.open("wb") as file:
+                np.save(file, array.numpy())
+        if isinstance(images, RetrievalImages):
+            with folder.writing(names[2]) as path:
+                write_paths(path, map(os.path.abspath, images.paths))
+        written += [folder.path / name for name in names if (folder.path / name).exists()]
     return written

@@ -58,7 +58,7 @@ class EmbeddingNet(nn.Module):
     def train(self, mode: bool = True) -> EmbeddingNet:
         super().train(mode)
         if self.freeze_bn:
-            for norm in self._norms():
+            for norm in self.norms():
                 norm.eval()
         return self
 
@@ -67,7 +67,7 @@ class EmbeddingNet(nn.Module):
             images = images.mean(1, keepdim=True) if self.channels == 1 else images.expand(-1, self.channels, -1, -1)
         return self.embedding(self.trunk(images))
 
-    def _norms(self) -> list[_BatchNorm]:
+    def norms(self) -> list[_BatchNorm]:
         return [module for module in self.modules() if isinstance(module, _BatchNorm)]
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
@@ -76,7 +76,7 @@ class EmbeddingNet(nn.Module):
     @contextlib.contextmanager
     def _still_statistics(self) -> Iterator[None]:
         """The second pass leaves the running statistics to the first."""
-        momenta = [(norm, norm.momentum) for norm in self._norms()]
+        momenta = [(norm, norm.momentum) for norm in self.norms()]
         try:
             for norm, _ in momenta:
                 norm.momentum = 0.0
@@ -143,6 +143,26 @@ def _vision(name: str, pretrained: bool) -> tuple[nn.Module, int]:
     return model, features
 
 
+def try_out(net: EmbeddingNet, image: Tensor, what: str) -> None:
+    """Embeds two images like this one.
+
+    Raises:
+        ValueError: the network cannot, for example because it is made for images of another size.
+    """
+    parameter = next(net.parameters())
+    training = net.training
+    net.eval()
+    try:
+        with torch.no_grad():
+            net(torch.zeros(2, *image.shape, device=parameter.device, dtype=parameter.dtype))
+    except (RuntimeError, AssertionError, ValueError) as error:  # what the models of torchvision and timm say
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"{what}: cannot embed images of {image.shape[1]} × {image.shape[2]}: {said}") from error
+    net.train(training)
+
+
 def _timm(name: str, pretrained: bool) -> tuple[nn.Module, int]:
     try:
         import timm
@@ -166,7 +186,10 @@ def load_file(path: Path, what: str, option: str = "") -> Any:
     except FileNotFoundError as error:
         raise ValueError(f"{option}{path}: no such {what}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{option}{path} cannot be read as a {what}: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to run whatever the file says
+            said = "torch did not save it, or it holds more than tensors and plain values"
+        raise ValueError(f"{option}{path} cannot be read as a {what}: {said}") from error
 
 
 def _load(net: EmbeddingNet, path: Path) -> None:

@@ -13,13 +13,9 @@ batch norm is frozen, synchronised (CUDA only) or not there. Augmentation is dra
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
 import random
-import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,31 +27,46 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rambo_plugins.core.distributed import gather_rows, num_processes
-from rambo_plugins.demo.report import versions
+from rambo_plugins.folders import OwnFolder
 from rambo_plugins.pml.datasets import RetrievalImages
 from rambo_plugins.pml.samplers import SuperLabelBatchSampler
-from rambo_plugins.retrieval import checkpoint
-from rambo_plugins.retrieval.arguments import settings
-from rambo_plugins.retrieval.data import Data
+from rambo_plugins.retrieval import checkpoint, fresh, losses, models
+from rambo_plugins.retrieval.data import Data, read_batches
+from rambo_plugins.retrieval.errors import CannotGoOn
 from rambo_plugins.retrieval.evaluate import AMP, evaluate, shown
-from rambo_plugins.retrieval.losses import build_loss, build_miner
+from rambo_plugins.retrieval.identity import check_agreed, check_same, settings
+from rambo_plugins.retrieval.losses import RAMBO, build_loss, build_miner
 from rambo_plugins.retrieval.models import build_net
+from rambo_plugins.retrieval.records import tensorboard, write_metrics
+from rambo_plugins.retrieval.refusals import check_run
+from rambo_plugins.retrieval.watch import Watch
 
 
 class Run:
     """A training run in the folder ``args.out``; ``train`` goes on from its ``checkpoint.pt``, if there is one.
 
-    The folder gets ``checkpoint.pt``, ``best.pt`` (the epoch of the best R@1), ``metrics.json`` and, if TensorBoard is
-    installed, ``tensorboard/``. The first process alone writes.
+    The folder gets ``checkpoint.pt``, ``best.pt`` (the epoch of the best R@K of the smallest K), ``metrics.json`` and,
+    if TensorBoard is installed, ``tensorboard/``. A state that is not finite is not written. The first process alone
+    writes.
+
+    Args:
+        folder: that of ``args.out`` on the first process, None on others.
+        group: of gloo, with several processes.
 
     Raises:
-        ValueError: arguments that do not fit together, or a folder with a run of other settings.
+        ValueError: arguments that do not fit together, or a folder with a run of other settings or images.
+        OSError: no room for the checkpoints.
     """
 
-    def __init__(self, args: argparse.Namespace, data: Data) -> None:
-        self.args, self.data = args, data
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        data: Data,
+        folder: OwnFolder | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.args, self.data, self.folder, self.group = args, data, folder, group
         self.rank = dist.get_rank() if num_processes() > 1 else 0
-        self.group = dist.new_group(backend="gloo") if num_processes() > 1 else None
         self.sampler = SuperLabelBatchSampler(
             data.train.labels,
             data.train.super_labels,
@@ -64,7 +75,7 @@ class Run:
             batches_per_pair=args.batches_per_pair,
             seed=args.seed,
         )
-        self.steps = args.steps_per_epoch or len(self.sampler)
+        self.steps = args.steps_per_epoch = args.steps_per_epoch or len(self.sampler)
         torch.manual_seed(args.seed)
         self.net = build_net(
             args.backbone, args.embedding_size, args.weights, freeze_bn=args.freeze_bn, chunk=args.chunk
@@ -73,10 +84,13 @@ class Run:
             args.loss, args.loss_args, num_classes=int(data.train.labels.max()) + 1, embedding_size=args.embedding_size
         ).to(args.device)
         self.miner = build_miner(args.miner, args.miner_args) if args.miner else None
-        several_gpus = num_processes() > 1 and args.device.type == "cuda"
-        if several_gpus if args.sync_bn is None else args.sync_bn:
+        check_run(args, data, self.net, self.loss_fn, self.steps, num_processes())
+        self.settings = settings(args, data)
+        check_agreed(self.settings, group)
+        if args.sync_bn:
             self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
         self.net.to(args.device)
+        self._try_out()
         self.optimizer = torch.optim.Adam(
             [
                 {"params": list(self.net.trunk.parameters()), "lr": args.lr},
@@ -86,11 +100,16 @@ class Run:
             weight_decay=args.weight_decay,
         )
         self.scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-        self.step = 0
+        self.step = self.saved_step = 0
         self.history: list[dict[str, Any]] = []
-        """An entry an epoch: mean loss, learning rate, seconds of training, and the figures of the test."""
-        self.loss_sum, self.seconds = torch.zeros((), device=args.device), 0.0  # of the epoch so far
+        """An entry an epoch: mean loss, learning rate, seconds of training, steps with a gradient, and the figures of
+        the test."""
+        self.watch, self.seconds = Watch(args.device, skips=args.amp == "fp16"), 0.0  # of the epoch so far
+        self.images: Tensor | None = None  # some of the last batch
         self._resume()
+        if folder is not None:
+            test_rows = sum(map(len, data.test.values())) if args.save_embeddings else 0
+            checkpoint.check_space(self._state(), folder, 4 * args.embedding_size * test_rows)
         self.model: nn.Module = self.net
         if num_processes() > 1:
             self.model = DistributedDataParallel(
@@ -98,12 +117,22 @@ class Run:
             )
 
     def train(self) -> None:
-        args, total = self.args, self.args.epochs * self.steps
-        self.logs = self._tensorboard()
-        self._write_metrics()
-        self.bar = tqdm(total=total, initial=min(self.step, total), disable=args.quiet or self.rank > 0)
-        self.model.train()
+        total = self.args.epochs * self.steps
+        self.logs = None if self.folder is None else tensorboard(self.folder, self.step + 1)
+        if self.folder is not None and self.history:
+            write_metrics(self.folder, self.settings, self.history, self.best)
         batches = self._batches()
+        with tqdm(total=total, initial=min(self.step, total), disable=self.args.quiet or self.rank > 0) as bar:
+            try:
+                self._train(batches, bar, total)
+            finally:
+                batches.close()
+                if self.logs:
+                    self.logs.close()
+
+    def _train(self, batches: Iterator[tuple[Tensor, Tensor]], bar: tqdm, total: int) -> None:
+        args = self.args
+        self.model.train()
         while True:
             if self.step == self.steps * (len(self.history) + 1):
                 self._finish_epoch()
@@ -111,25 +140,26 @@ class Run:
                 break
             start = time.perf_counter()
             loss = self._train_step(*next(batches))
-            self.loss_sum += loss
             self.step += 1
-            if self.logs and self.step % args.log_every == 0:
-                self.logs.add_scalar("loss", loss.item(), self.step)
-                self.logs.add_scalar("lr", self.optimizer.param_groups[0]["lr"], self.step)
+            if self.step % args.log_every == 0:
+                self._mean_loss()
+                if self.logs:
+                    self.logs.add_scalar("loss", loss.item(), self.step)
+                    self.logs.add_scalar("lr", self.optimizer.param_groups[0]["lr"], self.step)
             self.seconds += time.perf_counter() - start
-            self.bar.update()
+            bar.update()
             if self.step % self.steps == 0 or (args.checkpoint_every and self.step % args.checkpoint_every == 0):
                 self._save("checkpoint.pt")
-        batches.close()
-        self.bar.close()
-        if self.logs:
-            self.logs.close()
 
     @property
     def best(self) -> dict[str, Any]:
-        """The entry of the best R@1, the first of them."""
-        first = f"recall_at_{min(self.data.ks)}"
-        return max(self.history, key=lambda entry: entry[first] if entry.get(first) is not None else -1.0)
+        """The entry of the best R@K of the smallest K, the first of them."""
+        return max(self.history, key=lambda entry: entry[f"recall_at_{min(self.data.ks)}"])
+
+    @property
+    def learnt(self) -> bool:
+        """Whether any step had a gradient."""
+        return any(entry["steps_with_gradient"] for entry in self.history)
 
     def _batches(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         """The batches of this step and all that follow, through as many epochs of the sampler as it takes."""
@@ -145,7 +175,7 @@ class Run:
                 num_workers=self.args.workers,
                 pin_memory=device.type == "cuda",
             )
-            for images, labels in loader:
+            for images, labels in read_batches(loader):
                 yield images.to(device, next(self.net.parameters()).dtype, non_blocking=True), labels.to(device)
                 step += 1
 
@@ -158,9 +188,9 @@ class Run:
         with torch.autocast(args.device.type, dtype, enabled=dtype is not None):
             embeddings = self.model(images)
         embeddings, labels = gather_rows(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)), labels)
+        embeddings.retain_grad()
         _seed(args.seed, self.step, 0)  # miners and losses draw alike on all processes
-        tuples = self.miner(embeddings, labels) if self.miner else None
-        loss = self.loss_fn(embeddings, labels, tuples)
+        loss = self._loss(embeddings, labels)
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
         if num_processes() > 1:  # equal but for the order of additions on a GPU: kept equal
@@ -170,73 +200,115 @@ class Run:
                     parameter.grad /= num_processes()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.images = images[:8]
+        self.watch.add(loss.detach(), embeddings, labels)
         return loss.detach()
 
+    def _loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        try:
+            tuples = self.miner(embeddings, labels) if self.miner else None
+            return self.loss_fn(embeddings, labels, tuples)
+        except (ValueError, AssertionError) as error:  # what PML says of a batch that it does not take
+            if not embeddings.isfinite().all():
+                what = f"step {self.step + 1}: the embeddings are not finite numbers any more"
+                raise CannotGoOn(f"{what}; {self._remedy()}") from error
+            if self.args.loss in RAMBO and self.miner is None:
+                raise
+            raise CannotGoOn(f"--loss {self.args.loss}, step {self.step + 1}: {error}") from error
+
+    def _mean_loss(self, *, whole: bool = False) -> float:
+        """Of the epoch so far. Raises CannotGoOn where it has left the numbers."""
+        steps = self.step - self.steps * len(self.history)
+        return self.watch.check(steps, len(self.history) + 1, self._remedy(), whole=whole)
+
+    def _remedy(self) -> str:
+        path = self.args.out / "checkpoint.pt"
+        kept = f"the state of step {self.saved_step} is kept in {path}" if self.saved_step else "nothing was saved"
+        return (
+            f"{kept}. A smaller --lr, or other settings of the loss, make another run: name another --out"
+            + (f" (with --weights {path} it starts from there)" if self.saved_step else "")
+            + ", or add --fresh"
+        )
+
     def _finish_epoch(self) -> None:
-        mean, lr = self.loss_sum.item() / self.steps, self.optimizer.param_groups[0]["lr"]
-        if not math.isfinite(mean):
-            raise FloatingPointError(f"the loss of epoch {len(self.history) + 1} is {mean}; try a smaller --lr")
+        mean, lr, epoch = self._mean_loss(whole=True), self.optimizer.param_groups[0]["lr"], len(self.history) + 1
         figures = evaluate(self.net, self.data, self.args, self.group)
-        entry = {"epoch": len(self.history) + 1, "loss": mean, "lr": lr, **figures, "seconds": self.seconds}
+        moved = self.watch.finish(
+            epoch, mean, rambo=self.args.loss in RAMBO, pairs_only=not any(True for _ in self.loss_fn.parameters())
+        )
+        entry = {"epoch": epoch, "loss": mean, "lr": lr, **figures}
+        entry |= {"seconds": self.seconds, "steps_with_gradient": moved}
         self.history.append(entry)
-        self.loss_sum, self.seconds = torch.zeros_like(self.loss_sum), 0.0
+        self.seconds = 0.0
+        if self.rank == 0:  # before what may fail
+            tqdm.write(f"epoch {epoch}: loss {mean:.4f}  {shown(figures)}")
         if self.best is entry:
             self._save("best.pt")
         self._save("checkpoint.pt")
-        self._write_metrics()
+        if self.folder is not None:
+            fresh.drop(self.folder)
+            write_metrics(self.folder, self.settings, self.history, self.best)
         if self.logs:
             for name, value in figures.items():
                 if value is not None:
                     self.logs.add_scalar(name, value, self.step)
-        if self.rank == 0:
-            tqdm.write(f"epoch {entry['epoch']}: loss {mean:.4f}  {shown(figures)}")
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.net, "optimizer": self.optimizer, "scaler": self.scaler, "loss": self.loss_fn}
 
-    def _save(self, name: str) -> None:
-        if self.rank > 0:
-            return
+    def _state(self) -> dict[str, Any]:
         saved: dict[str, Any] = {part: value.state_dict() for part, value in self._parts().items()}
-        saved |= {"settings": settings(self.args), "step": self.step, "history": self.history}
-        saved |= {"loss_sum": self.loss_sum, "seconds": self.seconds}
-        checkpoint.write(saved, self.args.out / name)
+        saved |= {"settings": self.settings, "step": self.step, "history": self.history}
+        return saved | {"sums": self.watch.sums, "seconds": self.seconds}
+
+    def _save(self, name: str) -> None:
+        saved = self._state()
+        self._check_state(saved)
+        if self.folder is not None:
+            checkpoint.write(saved, self.folder, name)
+        if name == "checkpoint.pt":
+            self.saved_step = self.step
+
+    def _check_state(self, saved: dict[str, Any]) -> None:
+        """Raises CannotGoOn where the state is not finite, or gives embeddings that are not."""
+        if self.step > self.steps * len(self.history):
+            self._mean_loss()
+        broken = checkpoint.not_finite({name: saved[name] for name in ("model", "optimizer", "loss")})
+        if broken is None and self.images is not None:
+            self.net.eval()
+            with torch.no_grad():
+                finite = bool(self.net(self.images).isfinite().all())
+            self.net.train()
+            broken = None if finite else "the network's embeddings"
+        if broken is not None:
+            raise CannotGoOn(f"step {self.step}: {broken} is not finite any more; {self._remedy()}")
+
+    def _try_out(self) -> None:
+        args = self.args
+        image, _ = self.data.train[0]
+        models.try_out(self.net, image, f"--backbone {args.backbone}")
+        self.sampler.set_epoch(0)
+        labels = self.data.train.labels[next(iter(self.sampler))].to(args.device)
+        what = f"--loss {args.loss}" + (f" with --miner {args.miner}" if args.miner else "")
+        losses.try_out(
+            self.loss_fn, self.miner, labels, embedding_size=args.embedding_size, device=args.device, what=what
+        )  # fmt: skip
 
     def _resume(self) -> None:
         """Goes on from the checkpoint, if there is one, or makes room for a fresh run."""
+        found = [self.folder is not None and fresh.prepare(self.folder, fresh=self.args.fresh)]
+        if num_processes() > 1:
+            dist.broadcast_object_list(found, src=0, group=self.group)
+        if not found[0]:
+            return
         path = self.args.out / "checkpoint.pt"
-        if self.args.fresh:
-            if self.rank == 0:
-                for name in ("checkpoint.pt", "best.pt", "metrics.json"):
-                    (self.args.out / name).unlink(missing_ok=True)
-                shutil.rmtree(self.args.out / "tensorboard", ignore_errors=True)
-            return
-        if not path.exists():
-            return
         saved = checkpoint.read(path)
-        checkpoint.check_settings(saved["settings"], settings(self.args), path)
+        check_same(saved["settings"], self.settings, path)
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])
         self.step, self.history, self.seconds = saved["step"], saved["history"], saved["seconds"]
-        self.loss_sum = saved["loss_sum"].to(self.args.device)
-
-    def _write_metrics(self) -> None:
-        if self.rank > 0 or not self.history:
-            return
-        outcome = {"settings": settings(self.args), "history": self.history, "best": self.best}
-        outcome["versions"] = versions()
-        unfinished = self.args.out / "metrics.json.tmp"
-        unfinished.write_text(json.dumps(outcome, indent=1) + "\n")
-        os.replace(unfinished, self.args.out / "metrics.json")
-
-    def _tensorboard(self) -> Any:
-        if self.rank > 0:
-            return None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            return None
-        return SummaryWriter(str(self.args.out / "tensorboard"), purge_step=self.step + 1)
+        self.saved_step = self.step
+        self.watch.sums = saved["sums"].to(self.args.device)
 
 
 def _seed(*numbers: int) -> None:
