@@ -86,6 +86,10 @@ def main(argv: list[str] | None = None) -> Runner:
         if "\n" in str(error):  # with the traceback of another process
             raise
         parser.error(f"missing data: {error}")
+    if args.launcher != "none":
+        # Threads of gloo that still hold what the last collective sent would abort the interpreter at its end.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     return runner
 
 
